@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ import torch
 from verl_mg import device
 from verl_mg.checkpoint.peft import adapter_targets
 from verl_mg.config import Config
+from verl_mg.config.checks import Refusal
 from verl_mg.layout import EngineLayout
+from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard.encoding import Wire
 from verl_mg.sharding.model_table import ModelTable
 
@@ -30,6 +32,8 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Memory of a device on which only an engine computes that stays for the rank: CUDA's context, chunks in transfer, the
 # buffers of NCCL.
 RANK_BYTES = 6 * 2**30
+# Environment of engines in float32 on GPUs: Triton would round the inputs of products to TF32.
+EXACT_TRITON = {"TRITON_F32_DEFAULT": "tf32x3"}
 # Environment variables of a rank that would mislead an engine.
 OF_THE_LAUNCHER = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
@@ -149,6 +153,34 @@ class EngineCase:
     layout: EngineLayout
     dtype: str = "float32"
     extra: Mapping[str, Any] = field(default_factory=dict)  # further arguments by the engine's names
+    wire: Wire = "cast"
+    blackwell: bool = False  # whether the GPUs are of this generation or a newer one
+
+    def extra_beyond(self, names: Sequence[str], values: Sequence[str]) -> str:
+        """Returns the first of the further arguments with these names that has another value, as NAME=VALUE."""
+        others = (f"{name}={self.extra[name]}" for name in names if self.extra.get(name) not in (None, *values))
+        return next(others, "")
+
+
+def in_float32(
+    engine: str,
+    arguments: Sequence[str],
+    kernels: Sequence[str],
+    parts: Callable[[HFConfig], Mapping[str, object]],
+) -> Sequence[Refusal[EngineCase]]:
+    """Returns what an engine in float32 on GPUs refuses: values of `arguments` but `kernels`, models with `parts`."""
+    return (
+        Refusal(
+            lambda c: c.dtype == "float32" and c.extra_beyond(arguments, kernels),
+            f"rollout.{engine}.{{value}}: it has no kernels for float32, the dtype of the actor. Leave it out, or set "
+            "actor.dtype=bfloat16.",
+        ),
+        Refusal(
+            lambda c: c.dtype == "float32" and next((part for part, has in parts(c.table.config).items() if has), ""),
+            f"rollout.engine={engine}: on GPUs its engines in float32, the dtype of the actor, do not serve a model "
+            "with {value}. Set actor.dtype=bfloat16, or rollout.engine=hf.",
+        ),
+    )
 
 
 @dataclass(frozen=True)

@@ -140,6 +140,7 @@ VLLM = ProcessKind(
     environment=vllm.environment,
     on_cpu=vllm.ON_CPU,
     cpu_refusals=vllm.ON_CPU_REFUSED,
+    gpu_refusals=vllm.ON_GPUS_REFUSED,
     adapter_readers=lambda layout: layout.ranks,  # each worker
 )
 PROCESSES: Mapping[EngineName, ProcessKind] = {kind.name: kind for kind in (SGLANG, VLLM)}

@@ -146,7 +146,8 @@ class RequestTracker(RolloutEngine):
             "stop_token_ids": list(sampling.stop_token_ids),
             "stop": list(sampling.stop) if self._limits.reads_text else [],
             "seed": request.seed if self._limits.seeded else None,
-            "routed_experts": self._limits.reports.experts is not None,  # whether the sample contains the experts of each token
+            # Whether the sample contains the experts of each token.
+            "routed_experts": self._limits.reports.experts is not None,
             "images": [base64.b64encode(image.data).decode() for image in request.context_images],
         }
         # SGLang aborts every request whose id begins with the given one: the dot keeps sample 1 apart from sample 12.
@@ -170,8 +171,8 @@ class RequestTracker(RolloutEngine):
             # An engine may report an abort of a request that it has not started as an error.
             if "abort" not in result["error"].lower():
                 raise UserError(
-                    f"{self._limits.reports.engine}: the engine rejects request {request.id} ({result['error']}). Shorten it, or see the "
-                    "log of the engine."
+                    f"{self._limits.reports.engine}: the engine rejects request {request.id} ({result['error']}). "
+                    "Shorten it, or see the log of the engine."
                 )
             return Sample(request.id, (), (), (), "timeout" if running.timed_out else "abort")
         tokens = tuple(result["tokens"])

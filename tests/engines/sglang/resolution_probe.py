@@ -1,7 +1,8 @@
 """What the installed SGLang resolves engines' arguments to on a GPU: `python -m ...resolution_probe CASES`.
 
-CASES is a list of [compute capability, keyword arguments of `sglang.Engine`] as JSON. Prints a JSON list, for each case
-the resolved arguments, or {"error": TEXT} where SGLang refuses them.
+CASES is a list of [compute capability, keyword arguments of `sglang.Engine`] as JSON. Prints one JSON object: for each
+case the resolved arguments, or {"error": TEXT} where SGLang refuses them, and the form in which a router of Qwen3-MoE
+gives its choice to each runner of experts: only in the form STANDARD it has experts to report.
 """
 
 import json
@@ -13,12 +14,14 @@ from unittest import mock
 import sglang.srt.managers.scheduler  # noqa: F401, imported for the CPU that there is, before there seem to be GPUs
 import torch
 from sglang.srt.arg_groups.overrides import resolved_view
+from sglang.srt.layers.moe import topk
+from sglang.srt.layers.moe.utils import MoeRunnerBackend, RoutingMethodType
 from sglang.srt.runtime_context import override_platform
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import common
 
 ASKED = ("attention_backend", "prefill_attention_backend", "decode_attention_backend", "moe_runner_backend",
-         "speculative_moe_runner_backend", "quantization", "dtype")  # fmt: skip
+         "speculative_moe_runner_backend", "fp8_gemm_runner_backend", "quantization", "dtype")  # fmt: skip
 GIB = 2**30
 
 
@@ -63,8 +66,22 @@ def resolved(capability: list[int], arguments: dict[str, Any]) -> dict[str, Any]
         return {name: getattr(view, name) for name in ASKED}
 
 
+def choice_for(runner: MoeRunnerBackend) -> str:
+    # The parts of SGLang's context that a router reads.
+    shared = SimpleNamespace(use_waterfill=False, num_shared_topk_slots=0, num_fused_shared_experts=0)
+    context = {
+        "get_model": lambda: SimpleNamespace(shared_experts=shared),
+        "get_lora": lambda: SimpleNamespace(enable_lora=False),
+    }
+    with mock.patch.multiple(topk, **context):
+        router = topk.TopK(top_k=8, layer_id=0, is_draft=False, renormalize=True)
+        router.bind_runner_backend(runner, routing_method_type=RoutingMethodType.Renormalize)
+    return str(router.topk_config.output_format.name)
+
+
 def main() -> None:
-    print(json.dumps([resolved(capability, arguments) for capability, arguments in json.loads(sys.argv[1])]))
+    cases = [resolved(capability, arguments) for capability, arguments in json.loads(sys.argv[1])]
+    print(json.dumps({"cases": cases, "choices": {runner.value: choice_for(runner) for runner in MoeRunnerBackend}}))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from verl_mg.config.checks import Refusal, under
-from verl_mg.engines.engine_options import EngineCase, EngineOptions, inherited_environment
+from verl_mg.engines.engine_options import EXACT_TRITON, EngineCase, EngineOptions, in_float32, inherited_environment
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.transformers_module import has_images, read_any_config, read_module_config
@@ -25,6 +25,7 @@ EXPERT_SIZES = (
     f"on the CPU vLLM needs multiples of {CPU_TILE} as sizes of experts, but {{value}}. Use another model or tp, or "
     "rollout.engine=hf."
 )
+WITH_FLOAT32 = ("TRITON_ATTN", "FLEX_ATTENTION")  # attention backends that have float32 on GPUs
 # Environment of vLLM's processes on the CPU. vLLM's own binding pins all engines to the same cores, and refuses more
 # tensor-parallel ranks than the machine has NUMA nodes. The few small functions that it compiles would delay the first
 # request by seconds.
@@ -101,6 +102,17 @@ ON_CPU_REFUSED: tuple[Refusal[EngineCase], ...] = (
 )  # fmt: skip
 
 
+# Models and arguments for which vLLM has no kernels on GPUs.
+ON_GPUS_REFUSED = tuple(
+    in_float32(
+        "vllm",
+        ("attention_backend",),
+        WITH_FLOAT32,
+        lambda config: {"latent attention": config.latent, "linear attention": config.linear},
+    )
+)
+
+
 def environment(model: Path, options: EngineOptions) -> dict[str, str]:
     """Returns the environment of an engine process: this one without what is only for the rank."""
     defaults = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
@@ -111,6 +123,8 @@ def environment(model: Path, options: EngineOptions) -> dict[str, str]:
         return defaults | inherited_environment() | fixed | ON_CPU
     if options.deterministic:
         fixed["VLLM_BATCH_INVARIANT"] = "1"
+    if options.dtype is torch.float32:
+        defaults |= EXACT_TRITON
     return defaults | inherited_environment() | fixed
 
 
