@@ -112,6 +112,8 @@ OF_ENGINES = [
     ("vllm", "gpu", {}, "tp1", {"attention_backend": "FLASH_ATTN"}, "rollout.vllm.attention_backend=FLASH_ATTN: it"),
     *(("vllm", "gpu", sizes, "tp1", {}, "rollout.engine=vllm: on GPUs its engines in float32, the dtype of the actor,")
       for sizes in (LATENT, LINEAR)),
+    ("vllm", "gpu", EXPERTS, "tp1", {"moe_backend": "flashinfer_trtllm"}, BF16, "rollout.vllm.moe_backend=flashinfer_"
+     "trtllm: it does not read the weights of experts in the order in which they are written."),
     ("vllm", "cpu", EXPERTS, "tp2-ep2", {}, "rollout.layout=tp2-ep2: vLLM does not support ep on the CPU. Leave it"),
     ("vllm", "cpu", INDEXED, "tp1", {}, "rollout.engine=vllm: vLLM has no sparse attention on the CPU."),
     ("vllm", "cpu", LATENT, "tp1", {}, "rollout.engine=vllm: on the CPU vLLM's latent attention has kv_lora_rank 512"

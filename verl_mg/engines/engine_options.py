@@ -39,6 +39,9 @@ OF_THE_LAUNCHER = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
     *("MASTER_ADDR", "MASTER_PORT"),
 }
+# Caches of compiled kernels: torch names them in the environment of a process that compiles, as folders in the
+# temporary directory, which is lost with a container. Engines have their own defaults.
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # Environment variables of a rank that are only for training. SGLang's release of memory refuses `expandable_segments`
 # of the allocator, and engines compute on more hardware queues than Megatron.
 OF_TRAINING = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
@@ -204,8 +207,18 @@ class EngineProgram:
 
 def inherited_environment() -> dict[str, str]:
     """Returns the environment of an engine process: this one without what is only for the rank."""
+    left_out = OF_THE_LAUNCHER | OF_TRAINING | {name for name in CACHES if _is_of_torch(os.environ.get(name))}
     return {
         name: value
         for name, value in os.environ.items()
-        if name not in OF_THE_LAUNCHER | OF_TRAINING and not name.startswith(("TORCHELASTIC", "OMPI_", "PMIX_"))
+        if name not in left_out and not name.startswith(("TORCHELASTIC", "OMPI_", "PMIX_"))
     }
+
+
+def _is_of_torch(folder: str | None) -> bool:
+    """Returns whether a folder of a cache is the one that torch takes by itself, and not one that the user has set."""
+    if folder is None:
+        return False
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # seconds, where nothing was compiled
+
+    return Path(folder).is_relative_to(Path(default_cache_dir()).absolute())

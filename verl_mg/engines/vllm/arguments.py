@@ -25,6 +25,9 @@ EXPERT_SIZES = (
     f"on the CPU vLLM needs multiples of {CPU_TILE} as sizes of experts, but {{value}}. Use another model or tp, or "
     "rollout.engine=hf."
 )
+# Kernel for experts. Others swap, pad or permute rows of the weights after loading: shards that are written in place
+# would be in the wrong order.
+EXPERT_KERNEL = "triton"
 WITH_FLOAT32 = ("TRITON_ATTN", "FLEX_ATTENTION")  # attention backends that have float32 on GPUs
 # Environment of vLLM's processes on the CPU. vLLM's own binding pins all engines to the same cores, and refuses more
 # tensor-parallel ranks than the machine has NUMA nodes. The few small functions that it compiles would delay the first
@@ -103,14 +106,13 @@ ON_CPU_REFUSED: tuple[Refusal[EngineCase], ...] = (
 
 
 # Models and arguments for which vLLM has no kernels on GPUs.
-ON_GPUS_REFUSED = tuple(
-    in_float32(
-        "vllm",
-        ("attention_backend",),
-        WITH_FLOAT32,
-        lambda config: {"latent attention": config.latent, "linear attention": config.linear},
-    )
-)
+ON_GPUS_REFUSED: tuple[Refusal[EngineCase], ...] = (
+    *in_float32("vllm", ("attention_backend",), WITH_FLOAT32,
+                lambda config: {"latent attention": config.latent, "linear attention": config.linear}),
+    Refusal(lambda c: c.table.config.experts and c.extra_beyond(("moe_backend",), (EXPERT_KERNEL,)),
+            "rollout.vllm.{value}: it does not read the weights of experts in the order in which they are written. "
+            "Leave it out."),
+)  # fmt: skip
 
 
 def environment(model: Path, options: EngineOptions) -> dict[str, str]:
@@ -143,9 +145,7 @@ def _on_gpus(config: HFConfig, options: EngineOptions) -> dict[str, Any]:
         "enable_return_routed_experts": options.routed_experts,
     }
     if config.experts:
-        # The other kernels for experts swap, pad or permute rows of the weights after loading: shards that are written
-        # in place would be in the wrong order.
-        arguments["moe_backend"] = "triton"
+        arguments["moe_backend"] = EXPERT_KERNEL
     return arguments
 
 
