@@ -59,7 +59,7 @@ def test_check_of_a_valid_report_returns_it(rules, report):
         ({"tokens": (4, 10_000, 9)}, "has the token 10000, which is not in the vocabulary of"),
         ({"tokens": (-1, 4, 9)}, "has the token -1"),
         ({"tokens": (4, "5", 9)}, "has the token '5'"),
-        ({"tokens": (9, 4, 5)}, "goes on after a token that ends it"),
+        ({"tokens": (9, 4, 5)}, "continues after a token that ends it"),
         ({"logprobs": (-0.5, math.nan, -0.5)}, "has the log-prob nan for its token 1"),
         ({"logprobs": (-math.inf, -0.5, -0.5)}, "has the log-prob -inf for its token 0"),
         ({"logprobs": (-0.5, -0.5, 0.25)}, "has the log-prob 0.25 for its token 2"),

@@ -152,7 +152,7 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
         (lambda c: c.rollout.urls_file,
          "servers that come and go make samples depend on time. Write rollout.urls instead of rollout.urls_file."),
     ),
-    # The weights arrive in this dtype, and log-probs are compared with those of the actor.
+    # The weights arrive in this dtype, and log-probs are compared with the actor's.
     Refusal(lambda c: c.extra.get("dtype") not in (None, c.actor_dtype),
             "rollout.{c.rollout.engine}.dtype={c.extra[dtype]}: engines compute in the dtype of the actor, "
             "{c.actor_dtype}. Leave it out, or set actor.dtype."),

@@ -1,4 +1,4 @@
-"""What every report of an engine has to satisfy; the job ends with one line where one does not.
+"""Checks of all reports of engines, by what has to be true of them; the job ends with one line where it is not.
 
     engine of this rank, process or server ──▶ Sample ──▶ ReportRules.check ──▶ `collect`
     server that scores given tokens ──▶ scores ──▶ check_scores ──▶ teacher
@@ -41,7 +41,7 @@ Problem = tuple[str, str]  # what is wrong with a report, and what to do
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRules:
-    """What is true of each report of an engine that computes the job's model."""
+    """Facts that each report of an engine satisfies if it computes the job's model."""
 
     engine: str  # beginning of messages: key and name of the engine, or address of the server
     vocab: int
@@ -100,12 +100,12 @@ class ReportRules:
     def _problems(self, request: Request, sampling: Sampling, sample: Sample, newest: int) -> Iterator[Problem]:
         tokens, logprobs, versions = sample.tokens, sample.logprobs, sample.policy_versions
         if sample.finish not in get_args(Finish):
-            yield f"ended with {sample.finish!r}, which is none of {', '.join(get_args(Finish))}", OTHER_VERSION
+            yield f"ended with {sample.finish!r}, and the reasons are {', '.join(get_args(Finish))}", OTHER_VERSION
         if not len(tokens) == len(logprobs) == len(versions):
             lengths = f"{len(tokens)} tokens, {len(logprobs)} log-probs and {len(versions)} versions"
             yield f"has {lengths}", OTHER_VERSION
         if len(tokens) > (most := request.remaining_tokens(sampling)):
-            yield f"has {len(tokens)} new tokens, and {most} were asked for", OTHER_VERSION
+            yield f"has {len(tokens)} new tokens, and {most} were requested", OTHER_VERSION
         if not tokens:
             if sample.finish == "stop":
                 yield "ended with 'stop' and has no token that ends it", OTHER_VERSION
@@ -114,7 +114,7 @@ class ReportRules:
             wrong = next(token for token in tokens if type(token) is not int or not 0 <= token < self.vocab)
             yield f"has the token {wrong!r}, which is not in the vocabulary of {self.vocab}", OTHER_MODEL
         if not set(sampling.stop_token_ids).isdisjoint(tokens[:-1]):
-            yield "goes on after a token that ends it", OTHER_VERSION
+            yield "continues after a token that ends it", OTHER_VERSION
         if not _are_logprobs(logprobs):
             place, wrong = next((i, value) for i, value in enumerate(logprobs) if not _are_logprobs((value,)))
             yield f"has the log-prob {wrong!r} for its token {place}, which is no number up to 0", OVERFLOW
@@ -139,7 +139,7 @@ def equal_experts(chosen: Tensor, experts: ExpertsConfig) -> tuple[int, int, int
     layers, values = sorted(experts.layers), chosen.numpy()
     if len(layers) < values.shape[1]:
         values = values[:, layers]
-    # As k arrays of all tokens and layers, each compared with those behind it: a sort of each k takes ten times longer.
+    # As k arrays of all tokens and layers, compared with each other: a sort of each k numbers takes ten times longer.
     columns = np.ascontiguousarray(np.moveaxis(values, -1, 0))
     for distance in range(1, len(columns)):
         same = columns[distance:] == columns[:-distance]

@@ -72,7 +72,7 @@ FLOAT32_HEAD = 128
 # Environment of engines in float32 on GPUs. The compiled norms and activations of SGLang have 16 bits only.
 IN_FLOAT32 = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", **EXACT_TRITON}
 # Runner of experts that reads their weights in the order in which they are written, and reports the experts of each
-# token. Others have them transposed, padded, in blocks, or the gate behind the other half; SGLang's choice on Blackwell
+# token. Others have them transposed, padded, in blocks, or the gate after the other half; SGLang's choice on Blackwell
 # is one of them, whose routers report expert 0 for each token.
 EXPERT_RUNNER = "triton"
 IN_ORDER = (EXPERT_RUNNER, "deep_gemm")
