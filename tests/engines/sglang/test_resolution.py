@@ -52,7 +52,7 @@ def sglang_says(tmp_path_factory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
-def test_experts_of_a_trained_mixture_have_the_runner_that_is_written_in_place(sglang_says, generation):
+def test_experts_of_a_mixture_have_the_runner_that_is_in_order(sglang_says, generation):
     for family in MIXTURES:
         for wire in WIRES:
             resolved = sglang_says[generation, family, wire, True]

@@ -215,8 +215,14 @@ def _variables_on_gpus(options: EngineOptions) -> dict[str, str]:
 def _on_gpus(options: EngineOptions) -> dict[str, Any]:
     kernels = {"attention_backend": FLOAT32_ATTENTION} if options.dtype is torch.float32 else {}
     # Where experts exchange tokens by other means than SGLang's own, these have runners of theirs.
+    # GPU: Triton's runner computes the experts, also on Blackwell; on the CPU SGLang has another one.
+    # GPU-TEST: tests/engines/sglang/test_resolution.py::test_experts_of_a_mixture_have_the_runner_that_is_in_order
+    # GPU-RAN: not yet
     if options.extra.get("moe_a2a_backend") in (None, "none"):
         kernels["moe_runner_backend"] = EXPERT_RUNNER
+    # GPU: Triton computes products in FP8 with scales of blocks on Blackwell, DeepGEMM on Hopper.
+    # GPU-TEST: tests/engines/sglang/test_resolution.py::test_scales_of_blocks_are_not_packed_on_blackwell
+    # GPU-RAN: not yet
     if options.wire == "fp8_block" and device.is_blackwell():
         kernels[FP8_PRODUCTS] = BLACKWELL_FP8
     return kernels | {
