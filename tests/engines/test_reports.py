@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from verl_mg.batch import Batch
-from verl_mg.engines.engine import ACCEPTED, CAPACITY, DRAFTED, PROMPT, RUNNING, USED, Request, Sample, Sampling
+from verl_mg.engines.engine import ACCEPTED, DRAFTED, PROMPT, RUNNING, Request, Sample, Sampling
 from verl_mg.engines.reports import ReportRules
 from verl_mg.errors import UserError
 from verl_mg.megatron.routing import check_routed_experts
@@ -113,7 +113,6 @@ def test_read_experts_of_a_wrong_report_raises_one_line_with_the_engine(rules, c
         ({PROMPT: -1}, "it counts -1 prompt tokens"),
         ({RUNNING: 1.5}, "it counts 1.5 running requests"),
         ({DRAFTED: 3, ACCEPTED: 4}, "it counts 4 accepted tokens of 3 drafted tokens"),
-        ({USED: 4}, "it counts 4 used cache tokens of 0 cache capacity tokens"),
     ],
 )
 def test_check_counts_of_impossible_ones_raises(rules, counts, message):
@@ -122,7 +121,7 @@ def test_check_counts_of_impossible_ones_raises(rules, counts, message):
 
 
 def test_check_counts_of_possible_ones_returns_them(rules):
-    counts = {PROMPT: 3, DRAFTED: 3, ACCEPTED: 3, USED: 0, CAPACITY: 10}
+    counts = {PROMPT: 3, DRAFTED: 3, ACCEPTED: 3, RUNNING: 0}
     assert rules.check_counts(counts) == counts
 
 

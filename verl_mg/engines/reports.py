@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_mg.engines.engine import ACCEPTED, CAPACITY, DRAFTED, USED, Finish, Request, Sample, Sampling
+from verl_mg.engines.engine import ACCEPTED, DRAFTED, Finish, Request, Sample, Sampling
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig
 
@@ -34,7 +34,6 @@ ROUTERS = (
     "rollout.replay_routing=false"
 )
 OTHER_WEIGHTS = "Let no other job send weights to this engine, and start it again"
-PARTS = ((ACCEPTED, DRAFTED), (USED, CAPACITY))  # counters that are part of others
 
 Problem = tuple[str, str]  # what is wrong with a report, and what to do
 
@@ -88,10 +87,9 @@ class ReportRules:
         for name, value in counts.items():
             if type(value) is not int or value < 0:
                 raise UserError(f"{self.engine}: it counts {value!r} {name}. {OTHER_VERSION}.")
-        for part, whole in PARTS:
-            if counts.get(part, 0) > counts.get(whole, 0):
-                what = f"it counts {counts[part]} {part} of {counts.get(whole, 0)} {whole}"
-                raise UserError(f"{self.engine}: {what}. {OTHER_VERSION}.")
+        if counts.get(ACCEPTED, 0) > (drafted := counts.get(DRAFTED, 0)):
+            what = f"it counts {counts[ACCEPTED]} {ACCEPTED} of {drafted} {DRAFTED}"
+            raise UserError(f"{self.engine}: {what}. {OTHER_VERSION}.")
         return counts
 
     def _error(self, sample: int, what: str, remedy: str) -> UserError:
