@@ -90,6 +90,11 @@ def total_memory() -> int | None:
     return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
 
 
+def is_blackwell() -> bool:
+    """Returns whether this process's GPU is of the generation Blackwell or a newer one."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
+
+
 @contextmanager
 def without_expandable_segments() -> Iterator[None]:
     """Context manager: torch allocates GPU memory whose handle any process of the machine can open.

@@ -62,3 +62,4 @@ def engine(started, mixtures) -> Any:
 @pytest.fixture
 def on_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))

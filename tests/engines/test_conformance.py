@@ -1,5 +1,7 @@
 """The promises of an engine (`verl_mg.engines.engine`), kept by every kind: real engines, one suite."""
 
+import base64
+import math
 import socket
 from collections.abc import Sequence
 from contextlib import closing
@@ -30,6 +32,8 @@ from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.errors import UserError
 
 LENGTH = 200
+LATER = (VERSION + 1, VERSION + 2)
+"""Versions of updates in flight."""
 LONG, SHORT = Sampling(max_new_tokens=LENGTH), Sampling(max_new_tokens=5)
 GREEDY = Sampling(max_new_tokens=LENGTH, temperature=0.0)
 
@@ -65,6 +69,30 @@ def test_samples_have_the_logprobs_and_the_routing_of_transformers(engine, whole
         if isinstance(engine, ProcessEngine):
             assert sample.routed_experts is not None
             assert torch.equal(sample.routed_experts.long().sort(-1).values, experts.sort(-1).values)
+
+
+WRONG = {
+    "tokens": (10**6,) * 5,
+    "logprobs": (math.nan,) * 5,
+    "routed_experts": base64.b64encode(bytes(4 * 7 * 2 * 2)).decode(),  # expert 0 twice for each token and layer
+}
+
+
+@of_all
+@pytest.mark.parametrize("column", WRONG)
+def test_wrong_report_raises_with_the_name_of_the_engine(engine, monkeypatch, column):
+    name = engine.kind.name if isinstance(engine, ProcessEngine) else "hf"
+    fault = {column: WRONG[column]}
+    if isinstance(engine, ProcessEngine):
+        complete = engine._complete
+        monkeypatch.setattr(engine, "_complete", lambda rid, result: complete(rid, result | fault))
+    elif column == "routed_experts":
+        return  # it reports none
+    else:
+        decode = engine._decode
+        monkeypatch.setattr(engine, "_decode", lambda batch: [replace(sample, **fault) for sample in decode(batch)])
+    with pytest.raises(UserError, match=f"^rollout.engine={name}: sample 4 has "):
+        engine.generate([Request(4, (3, 4, 5), seed=0)], SHORT)
 
 
 @of_all
@@ -139,17 +167,17 @@ def test_request_over_its_time_is_cut_alone(engine, monkeypatch):
 
 
 def updated_in_flight(engine, mixtures) -> list[Sample]:
-    """Samples of `requests`, of which the first tokens are of VERSION, the next of version 1, the others of 2."""
+    """Samples of `requests`, of which the first tokens are of VERSION, the next of the one after it, and so on."""
     requested, samples = requests(), {}
     bring_weights(engine, mixtures[0], VERSION)
     engine.submit(requested, replace(GREEDY, max_new_tokens=250))
-    for version in (1, 2):
+    for weights, version in enumerate(LATER, start=1):
         # When a short request is complete, the others have gone on too.
         engine.submit([Request(version, (6, 7), 0)], SHORT)
         while version not in samples:
             samples |= {sample.id: sample for sample in engine.collect(0.1)}
         engine.pause()
-        bring_weights(engine, mixtures[version], version)
+        bring_weights(engine, mixtures[weights], version)
         engine.unpause()
     samples |= {sample.id: sample for sample in all_of(engine, 8 - len(samples))}
     return [samples[request.id] for request in requested]
@@ -158,19 +186,18 @@ def updated_in_flight(engine, mixtures) -> list[Sample]:
 def check_updates_in_flight(engine, mixtures) -> list[Sample]:
     for _ in range(20):  # on a machine under load, samples may be complete before the second update
         samples = updated_in_flight(engine, mixtures)
-        if any(set(sample.policy_versions) == {VERSION, 1, 2} for sample in samples):
+        if any(set(sample.policy_versions) == {VERSION, *LATER} for sample in samples):
             break
     else:
         pytest.fail("no sample spans the updates")
-    order = (VERSION, 1, 2).index
-    assert all(list(sample.policy_versions) == sorted(sample.policy_versions, key=order) for sample in samples)
+    assert all(list(sample.policy_versions) == sorted(sample.policy_versions) for sample in samples)
     return samples
 
 
 @of_processes
 def test_updates_in_flight_write_what_each_version_gives(engine, mixtures, wholes):
     samples = check_updates_in_flight(engine, mixtures)
-    for version, whole in zip((VERSION, 1, 2), wholes, strict=True):
+    for version, whole in zip((VERSION, *LATER), wholes, strict=True):
         for request, sample in zip(requests(), samples, strict=True):
             scores, _ = scores_of(whole, request, sample)
             its, tokens = torch.tensor(sample.policy_versions) == version, torch.tensor(sample.tokens)

@@ -1,6 +1,7 @@
 """Scores of given tokens by servers: malformed responses, and those of real SGLang and vLLM against `transformers`."""
 
 import asyncio
+import math
 import os
 from pathlib import Path
 
@@ -16,12 +17,19 @@ from tests.helpers.warm_start import VLLM_PYTHON
 from verl_mg.engines.scoring_server import ScoringServer
 from verl_mg.engines.vllm.arguments import ON_CPU
 from verl_mg.errors import UserError
+from verl_mg.models.hf_config import read_config
 
-TOKENS = (3, 5, 7, 5)
+TOKENS, VOCAB = (3, 5, 7, 5), 12
 
 
 def sglang(scored: list[object], likeliest: list[object]) -> dict[str, object]:
     return {"meta_info": {"input_token_logprobs": scored, "input_top_logprobs": likeliest}}
+
+
+def scored(logprob: float, *likeliest: list[float]) -> dict[str, object]:
+    """Response in which the second of two tokens has a log-prob, and others in its place."""
+    pairs = likeliest or ([-1.0, 5], [-2.0, 6])
+    return sglang([[-1.0, 7, None], [logprob, 5, None]], [[[-1.0, 5, None], [-2.0, 6, None]], pairs])
 
 
 @pytest.mark.parametrize(
@@ -31,15 +39,21 @@ def sglang(scored: list[object], likeliest: list[object]) -> dict[str, object]:
         ("sglang", sglang([[-1.0, 5, None]], [[[-1.0, 5, None]]]), "ValueError"),
         ("sglang", sglang([[-1.0, 9, None]] * 2, [[[-1.0, 5, None]]] * 2), "token 9 in place of 7"),
         ("sglang", sglang([[-1.0, 7, None], [-1.0, 5, None]], [[], []]), "0 likeliest tokens"),
+        ("sglang", scored(math.nan), "no numbers up to 0"),
+        ("sglang", scored(0.5), "no numbers up to 0"),
+        ("sglang", scored(-1.0, [-2.0, 1], [-1.0, 2]), "do not fall"),
+        ("sglang", scored(-1.0, [-0.1, 1], [-0.2, 2]), "of more than 1"),
+        ("sglang", scored(-1.0, [-1.0, 1], [-2.0, 1]), "not different ones of a vocabulary of 12"),
+        ("sglang", scored(-1.0, [-1.0, 1], [-2.0, VOCAB]), "not different ones of a vocabulary of 12"),
         ("openai", {"choices": [{"prompt_logprobs": None}]}, "TypeError"),
         ("openai", {"choices": [{"prompt_logprobs": [None, {}, {}, {}]}]}, "KeyError"),
     ],
 )
 def test_malformed_response_is_an_error_with_the_key(protocol, body, reason):
     with serving(lambda request: JsonResponse(body)) as url:
-        server = ScoringServer.at("teachers.a.url", url, protocol, "teacher")
+        server = ScoringServer.at("teachers.a.url", url, protocol, VOCAB, "teacher")
         with pytest.raises(UserError, match=rf"teachers.a.url={url}/.*no log-probs of 2 tokens .*{reason}"):
-            asyncio.run(server.score(TOKENS, 2, 1))
+            asyncio.run(server.score(TOKENS, 2, 2))
 
 
 def sglang_server(model: Path, log: Path) -> RunningServer:
@@ -73,7 +87,7 @@ def test_scores_of_a_server_are_those_of_transformers(tmp_path, protocol, start)
     running = start(model, tmp_path / "log")
     try:
         running.wait_until_ready()
-        server = ScoringServer.at("teachers.a.url", running.url, protocol, "teacher")
+        server = ScoringServer.at("teachers.a.url", running.url, protocol, read_config(model).vocab, "teacher")
         rows = [torch.randint(3, 20, (length,), generator=torch.Generator().manual_seed(length)).tolist()
                 for length in (2, 9, 30)]  # fmt: skip
         net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

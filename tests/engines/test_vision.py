@@ -18,9 +18,10 @@ from verl_mg.layout import EngineLayout
 @pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.nightly)])
 def test_sglang_given_images_writes_the_tokens_of_the_hf_engine(tmp_path, family):
     folder = vision_model(family)
-    # The first weight sync of a job brings the weights; here SGLang reads them from the directory.
+    # The first weight sync of a job brings the weights and their version; here SGLang reads them from the directory.
     options = options_of("sglang", routed_experts=False, extra={"load_format": "auto", "weight_version": "0"})
     with closing(ProcessEngine(SGLANG, folder, options, tmp_path / "0.log")) as engine:
+        engine._version = 0
         check_images(engine, folder, version=0)
 
 

@@ -27,6 +27,7 @@ LATENT |= {"qk_nope_head_dim": 32, "v_head_dim": 32, "first_k_dense_replace": 1,
 LATENT |= {"n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1}
 STACKED, INDEXED, LINEAR = "gpt_oss", "glm_moe_dsa", "qwen3_next"
 """Sizes of models with experts, with experts in one of two layers, with latent, sparse and linear attention."""
+BF16 = {"dtype": "bfloat16"}
 URLS = {"urls": ["http://a:1"]}
 DRAFT = {"sglang": {"speculative_algorithm": "EAGLE"}, "sleep": False}
 
@@ -40,6 +41,9 @@ WITHOUT_MODEL = [
     ({"mode": "async", "num_ranks": 1}, {"job": {"deterministic": True}}, "job.deterministic=true: which samples of"),
     ({"extra_prompts": 2}, {"job": {"deterministic": True}}, "job.deterministic=true: which prompts are complete fi"),
     ({"urls_file": "f"}, {"job": {"deterministic": True}}, "job.deterministic=true: servers that come and go make"),
+    ({"sglang": {"dtype": "float16"}}, {}, "rollout.sglang.dtype=float16: engines compute in the dtype of the actor,"
+     " bfloat16. Leave it out"),
+    ({"engine": "vllm", "vllm": {"dtype": "auto"}}, {}, "rollout.vllm.dtype=auto: engines compute in the dtype of the"),
     ({"sharding_table": "t", "engine": "hf"}, {}, "rollout.sharding_table: only engines inside the job that are separ"),
     ({"sharding_table": "t", **URLS}, {}, "rollout.sharding_table: only engines inside the job that are separate"),
     ({"engine": "hf", "wire": "fp8_block"}, {}, "rollout.wire=fp8_block: only SGLang has such weights. Write rollout."),
@@ -98,6 +102,18 @@ OF_ENGINES = [
     *(("sglang", "gpu", sizes, "tp1", {}, "rollout.engine=sglang: on GPUs its engines in float32, the dtype of the"
        f" actor, do not serve a model with {what}. Set actor.dtype=bfloat16, or roll") for sizes, what in (
           (EXPERTS, "experts"), (LATENT, "latent attention"), ({"head_dim": 256}, "heads of 256"))),
+    *(("sglang", "gpu", EXPERTS, "tp1", {name: runner}, BF16, f"rollout.sglang.{name}={runner}: it does not read the"
+       " weights of experts in the order in which they are written, or") for name, runner in (
+          ("moe_runner_backend", "flashinfer_trtllm"), ("moe_runner_backend", "auto"),
+          ("speculative_moe_runner_backend", "triton_kernel"))),
+    *(("sglang", "gpu", EXPERTS, "tp1", {name: "deep_gemm"}, BF16 | {"wire": "fp8_block", "blackwell": True},
+       f"rollout.sglang.{name}=deep_gemm: on Blackwell it keeps scales of rollout.wire=fp8_block in a form into which")
+      for name in ("moe_runner_backend", "fp8_gemm_runner_backend")),
+    ("vllm", "gpu", {}, "tp1", {"attention_backend": "FLASH_ATTN"}, "rollout.vllm.attention_backend=FLASH_ATTN: it"),
+    *(("vllm", "gpu", sizes, "tp1", {}, "rollout.engine=vllm: on GPUs its engines in float32, the dtype of the actor,")
+      for sizes in (LATENT, LINEAR)),
+    ("vllm", "gpu", EXPERTS, "tp1", {"moe_backend": "flashinfer_trtllm"}, BF16, "rollout.vllm.moe_backend=flashinfer_"
+     "trtllm: it does not read the weights of experts in the order in which they are written."),
     ("vllm", "cpu", EXPERTS, "tp2-ep2", {}, "rollout.layout=tp2-ep2: vLLM does not support ep on the CPU. Leave it"),
     ("vllm", "cpu", INDEXED, "tp1", {}, "rollout.engine=vllm: vLLM has no sparse attention on the CPU."),
     ("vllm", "cpu", LATENT, "tp1", {}, "rollout.engine=vllm: on the CPU vLLM's latent attention has kv_lora_rank 512"
@@ -143,9 +159,9 @@ def with_model(sizes, rollout, others, _=""):
     return first_row(MODEL_REFUSALS, ModelCase(case_of(rollout, **others), table_of(sizes)))
 
 
-def of_engine(engine, place, sizes, layout, extra, _=""):
+def of_engine(engine, place, sizes, layout, extra, *rest):
     table = table_of(sizes).for_engine(engine)
-    case = EngineCase(table, EngineLayout.parse(layout), "float32", extra)
+    case = EngineCase(table, EngineLayout.parse(layout), **{"dtype": "float32", "extra": extra} | dict(*rest[:-1]))
     return first_row(getattr(PROCESSES[engine], f"{place}_refusals"), case)
 
 
@@ -168,6 +184,7 @@ def test_tables_of_checks_have_a_refused_case_for_each_row():
 @pytest.fixture
 def on_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
 
 

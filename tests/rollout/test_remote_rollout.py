@@ -1,5 +1,6 @@
 """GRPO on a real SGLang server that the job did not start: weights by group and by folder, a server lost and back."""
 
+import math
 import re
 import selectors
 import socket
@@ -238,6 +239,25 @@ def test_remote_engine_timeout_aborts_one_request(engine, monkeypatch):
     late, other = late_and_other(engine, monkeypatch, LONG, 0.02)
     assert len(late.tokens) < 58
     assert other.finish == "length" and len(other.tokens) == 58
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("finish_reason", None, "the engine rejects request 10 .*its response is not one of SGLang's: TypeError"),
+        ("output_token_logprobs", [[math.nan, 1, None]] * 3, "sample 10 has the log-prob nan for its token 0"),
+    ],
+)
+def test_remote_engine_wrong_response_raises_with_its_address(engine, monkeypatch, field, value, message):
+    exchange = engine._exchange
+
+    async def answer_wrongly(body):
+        response = await exchange(body)
+        return response | {"meta_info": response["meta_info"] | {field: value}}
+
+    monkeypatch.setattr(engine, "_exchange", answer_wrongly)
+    with pytest.raises(UserError, match=f"^{engine.url}: {message}"):
+        engine.generate(requests(1), Sampling(max_new_tokens=3))
 
 
 def test_remote_engine_server_that_stays_away_raises(server):

@@ -107,7 +107,7 @@ def ready(pool: ServerPool, *urls: str) -> None:
     """The pool has these servers, and they have the weights."""
     pool.assign(dict(enumerate(urls)))
     reach(pool)
-    pool.confirm(pool.receivers())
+    pool.confirm(pool.receivers(), 3)
 
 
 def requests(*ids: int, prompt: int | None = None) -> list[Request]:
@@ -163,9 +163,9 @@ def test_pool_without_servers_keeps_requests_until_one_is_ready(pool, clients):
     pool.assign({5: "a"})
     reach(pool)
     assert pool.views(State.BARE) == {5: "a"} and pool.collect(0.0) == []
-    pool.confirm(pool.receivers([5]))
+    pool.confirm(pool.receivers([5]), 3)
     assert pool.receivers([5]) == {}  # it has the weights
-    pool.confirm([])
+    pool.confirm([], 3)
     assert pool.collect(0.0) == [] and clients["a"].running.keys() == {1, 2}
 
 
@@ -217,9 +217,11 @@ def test_pool_borrows_only_while_it_has_no_server(pool, clients):
     pool.borrow({7: "far", 8: "gone"}, 3)
     assert pool.collect(0.0) == [] and clients["far"].running.keys() == {1, 2} and clients["far"].version == 3
     assert pool.num_free_slots() == 0  # it attracts no further work
+    pool.confirm([7], 4)  # its leader has sent it other weights
+    assert clients["far"].version == 4
     clients["a"].dead = ""
     reach(pool)
-    pool.confirm(pool.receivers())
+    pool.confirm(pool.receivers(), 3)
     pool.submit(requests(3), SAMPLING)
     assert clients["a"].running.keys() == {3}
     clients["far"].finish(1, 2)
@@ -261,7 +263,7 @@ def test_pool_loses_nothing_over_random_events(pool, clients):
         elif event < 0.3:
             client.dead = ""
             reach(pool)
-            pool.confirm(pool.receivers())
+            pool.confirm(pool.receivers(), 3)
         elif client.running and not client.dead:
             client.finish(rng.choice(list(client.running)))
         if event > 0.97:

@@ -102,6 +102,11 @@ class JobCase:
         return getattr(self.rollout, self.rollout.engine, {})
 
     @property
+    def actor_dtype(self) -> str:
+        """Dtype of the actor, in which engines compute."""
+        return self.config.dtype_of("actor")
+
+    @property
     def loses_weights(self) -> bool:
         """Whether engines release their weights when they sleep; on the CPU nothing is released."""
         return self.on_gpus and self.rollout.sleep and not self.rollout.num_ranks and not self.rollout.has_servers
@@ -147,6 +152,10 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
         (lambda c: c.rollout.urls_file,
          "servers that come and go make samples depend on time. Write rollout.urls instead of rollout.urls_file."),
     ),
+    # The weights arrive in this dtype, and log-probs are compared with the actor's.
+    Refusal(lambda c: c.extra.get("dtype") not in (None, c.actor_dtype),
+            "rollout.{c.rollout.engine}.dtype={c.extra[dtype]}: engines compute in the dtype of the actor, "
+            "{c.actor_dtype}. Leave it out, or set actor.dtype."),
     Refusal(lambda c: c.rollout.sharding_table and (c.rollout.has_servers or c.engine.in_rank),
             "rollout.sharding_table: only engines inside the job that are separate processes use a table. Leave it "
             "out, or write rollout.engine=sglang or vllm without rollout.urls."),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ import torch
 from verl_mg import device
 from verl_mg.checkpoint.peft import adapter_targets
 from verl_mg.config import Config
+from verl_mg.config.checks import Refusal
 from verl_mg.engines import import_path
 from verl_mg.layout import EngineLayout
+from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard.encoding import Wire
 from verl_mg.sharding.model_table import ModelTable
 
@@ -31,11 +33,16 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 # Memory of a device on which only an engine computes that stays for the rank: CUDA's context, chunks in transfer, the
 # buffers of NCCL.
 RANK_BYTES = 6 * 2**30
+# Environment of engines in float32 on GPUs: Triton would round the inputs of products to TF32.
+EXACT_TRITON = {"TRITON_F32_DEFAULT": "tf32x3"}
 # Environment variables of a rank that would mislead an engine.
 OF_THE_LAUNCHER = {
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"),
     *("MASTER_ADDR", "MASTER_PORT"),
 }
+# Caches of compiled kernels: torch names them in the environment of a process that compiles, as folders in the
+# temporary directory, which is lost with a container. Engines have their own defaults.
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 # Environment variables of a rank that are only for training. SGLang's release of memory refuses `expandable_segments`
 # of the allocator, and engines compute on more hardware queues than Megatron.
 OF_TRAINING = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"}
@@ -153,6 +160,34 @@ class EngineCase:
     layout: EngineLayout
     dtype: str = "float32"
     extra: Mapping[str, Any] = field(default_factory=dict)  # further arguments by the engine's names
+    wire: Wire = "cast"
+    blackwell: bool = False  # whether the GPUs are of this generation or a newer one
+
+    def extra_beyond(self, names: Sequence[str], values: Sequence[str]) -> str:
+        """Returns the first of the further arguments with these names that has another value, as NAME=VALUE."""
+        others = (f"{name}={self.extra[name]}" for name in names if self.extra.get(name) not in (None, *values))
+        return next(others, "")
+
+
+def in_float32(
+    engine: str,
+    arguments: Sequence[str],
+    kernels: Sequence[str],
+    parts: Callable[[HFConfig], Mapping[str, object]],
+) -> Sequence[Refusal[EngineCase]]:
+    """Returns what an engine in float32 on GPUs refuses: values of `arguments` but `kernels`, models with `parts`."""
+    return (
+        Refusal(
+            lambda c: c.dtype == "float32" and c.extra_beyond(arguments, kernels),
+            f"rollout.{engine}.{{value}}: it has no kernels for float32, the dtype of the actor. Leave it out, or set "
+            "actor.dtype=bfloat16.",
+        ),
+        Refusal(
+            lambda c: c.dtype == "float32" and next((part for part, has in parts(c.table.config).items() if has), ""),
+            f"rollout.engine={engine}: on GPUs its engines in float32, the dtype of the actor, do not serve a model "
+            "with {value}. Set actor.dtype=bfloat16, or rollout.engine=hf.",
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -181,10 +216,11 @@ def inherited_environment(python: Path | None) -> dict[str, str]:
     packages, and in this interpreter from PYTHONPATH: another one might load a library there that is built for another
     torch. They do not come from the working directory.
     """
+    left_out = OF_THE_LAUNCHER | OF_TRAINING | {name for name in CACHES if _is_of_torch(os.environ.get(name))}
     inherited = {
         name: value
         for name, value in os.environ.items()
-        if name not in OF_THE_LAUNCHER | OF_TRAINING and not name.startswith(("TORCHELASTIC", "OMPI_", "PMIX_"))
+        if name not in left_out and not name.startswith(("TORCHELASTIC", "OMPI_", "PMIX_"))
     }
     path = [IMPORT_PATH]
     if python is None:
@@ -192,3 +228,12 @@ def inherited_environment(python: Path | None) -> dict[str, str]:
     else:
         inherited.pop("PYTHONHOME", None)
     return inherited | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
+
+
+def _is_of_torch(folder: str | None) -> bool:
+    """Returns whether a folder of a cache is the one that torch takes by itself, and not one that the user has set."""
+    if folder is None:
+        return False
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # seconds, where nothing was compiled
+
+    return Path(folder).is_relative_to(Path(default_cache_dir()).absolute())

@@ -18,6 +18,7 @@ import torch
 
 from verl_mg.config.checks import EngineAbilities, Refusal, refuse
 from verl_mg.engines.engine_options import EngineCase, EngineOptions, EngineProgram, inherited_environment
+from verl_mg.engines.reports import ReportRules
 from verl_mg.engines.request_tracker import EngineLimits, routed_shape
 from verl_mg.engines.sglang import arguments as sglang
 from verl_mg.engines.vllm import arguments as vllm
@@ -42,7 +43,6 @@ class ProcessKind:
     gpu_refusals: Sequence[Refusal[EngineCase]] = ()
     is_seeded: Callable[[Mapping[str, Any]], bool] = lambda arguments: True
     """Whether a sample depends only on its seed, by the engine's arguments."""
-    checks_vocabulary: bool = True  # whether it rejects tokens beyond the vocabulary; otherwise they would end it
     adapter_readers: Callable[[EngineLayout], int]  # processes that open the memory of adapters
 
     @property
@@ -59,14 +59,15 @@ class ProcessKind:
         )
 
     def limits(self, model: Path, options: EngineOptions) -> EngineLimits:
-        """Returns the limits of an engine."""
+        """Returns the limits of an engine; UserError where it is to report experts of a model that has none."""
+        if options.routed_experts:
+            routed_shape(model)
         return EngineLimits(
             max_running=options.max_running,
             max_positions=options.max_positions,
             seeded=self.is_seeded(self.arguments(model, options)),
             reads_text=options.reads_text,
-            routed=routed_shape(model) if options.routed_experts else None,
-            vocab=None if self.checks_vocabulary else read_any_config(model).vocab,
+            reports=ReportRules.of_model(f"rollout.engine={self.name}", read_any_config(model), options.routed_experts),
             request_timeout=options.request_timeout,
         )
 
@@ -145,7 +146,6 @@ VLLM = ProcessKind(
     on_cpu=vllm.ON_CPU,
     cpu_refusals=vllm.ON_CPU_REFUSED,
     gpu_refusals=vllm.ON_GPUS_REFUSED,
-    checks_vocabulary=False,
     adapter_readers=lambda layout: layout.ranks,  # each worker
 )
 PROCESSES: Mapping[EngineName, ProcessKind] = {kind.name: kind for kind in (SGLANG, VLLM)}

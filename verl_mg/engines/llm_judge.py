@@ -6,6 +6,7 @@ It belongs to this package rather than to `rewards` since it builds a rollout en
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -125,6 +126,8 @@ class LLMJudge:
         try:
             number = float(matches[-1])
         except (IndexError, TypeError, ValueError):  # no verdict, or one that is not a number
+            number = math.nan
+        if not math.isfinite(number):
             return Reward(0.0, {"judged": 0.0})
         return Reward(number / self._scale, {"judged": 1.0, "verdict": number})
 

@@ -21,11 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from verl_mg.engines.engine import Counts, Finish, Request, RolloutEngine, Sample, Sampling
+from verl_mg.engines.reports import ReportRules
 from verl_mg.errors import UserError
 
 ABORT_SECONDS = 10.0  # time limit of an aborted request for returning its partial sample
@@ -39,8 +36,7 @@ class EngineLimits:
     max_positions: int  # largest number of tokens of a prompt with its response
     seeded: bool = False  # whether a sample depends only on its seed
     reads_text: bool = False  # whether it has a tokenizer, and can end a response at a string
-    routed: tuple[int, int] | None = None  # (layers, experts per token); None: samples have no experts
-    vocab: int | None = None  # size of the vocabulary, where a larger token would end the engine
+    reports: ReportRules  # what is true of its samples
     request_timeout: float = 3600.0  # seconds after which a request is aborted, without the others
 
 
@@ -122,7 +118,7 @@ class RequestTracker(RolloutEngine):
     def _complete(self, rid: str, result: dict[str, Any]) -> None:
         """Makes a sample from a result as of `EngineHost.generate`, or {"error": TEXT}; ignores unknown ids."""
         if (running := self._running.pop(rid, None)) is not None:
-            self._counts.update(result.get("counts", {}))
+            self._counts.update(self._limits.reports.check_counts(result.get("counts", {})))
             self._done.append(running.request.prepend_partial(self._sample(running, result)))
 
     def _check(self, request: Request) -> None:
@@ -134,10 +130,11 @@ class RequestTracker(RolloutEngine):
                 f"request {request.id}: its {len(request.context)} tokens fill the {limit} positions of the model. "
                 "Shorten the prompt."
             )
-        if self._limits.vocab is not None and (largest := max(request.prompt)) >= self._limits.vocab:
+        # A token beyond the vocabulary would end some engines.
+        if (largest := max(request.prompt)) >= (vocab := self._limits.reports.vocab):
             raise UserError(
-                f"request {request.id}: its token {largest} is not in the vocabulary of {self._limits.vocab}. Use the "
-                "tokenizer of the model."
+                f"request {request.id}: its token {largest} is not in the vocabulary of {vocab}. Use the tokenizer of "
+                "the model."
             )
 
     def _send(self, running: _Running) -> None:
@@ -149,7 +146,8 @@ class RequestTracker(RolloutEngine):
             "stop_token_ids": list(sampling.stop_token_ids),
             "stop": list(sampling.stop) if self._limits.reads_text else [],
             "seed": request.seed if self._limits.seeded else None,
-            "routed_experts": self._limits.routed is not None,  # whether the sample contains the experts of each token
+            # Whether the sample contains the experts of each token.
+            "routed_experts": self._limits.reports.experts is not None,
             "images": [base64.b64encode(image.data).decode() for image in request.context_images],
         }
         # SGLang aborts every request whose id begins with the given one: the dot keeps sample 1 apart from sample 12.
@@ -173,8 +171,8 @@ class RequestTracker(RolloutEngine):
             # An engine may report an abort of a request that it has not started as an error.
             if "abort" not in result["error"].lower():
                 raise UserError(
-                    f"request {request.id}: the engine rejects it ({result['error']}). Shorten it, or see the "
-                    "log of the engine."
+                    f"{self._limits.reports.engine}: the engine rejects request {request.id} ({result['error']}). "
+                    "Shorten it, or see the log of the engine."
                 )
             return Sample(request.id, (), (), (), "timeout" if running.timed_out else "abort")
         tokens = tuple(result["tokens"])
@@ -183,14 +181,10 @@ class RequestTracker(RolloutEngine):
             finish = "timeout"
         # Tokens outside of all spans have the version of the last update.
         versions = _versions(result["spans"], len(tokens), self._version)
-        routed = self._routed(result["routed_experts"])
-        return Sample(request.id, tokens, tuple(result["logprobs"]), versions, finish, routed)
-
-    def _routed(self, text: str | None) -> Tensor | None:
-        if text is None or self._limits.routed is None:
-            return None
-        flat = np.frombuffer(base64.b64decode(text), dtype=np.int32)
-        return torch.from_numpy(flat.astype(np.int16)).view(-1, *self._limits.routed)
+        rules, num_fed = self._limits.reports, len(request.context) + len(tokens) - 1
+        routed = rules.read_experts(request.id, result["routed_experts"], num_fed, finish in ("stop", "length"))
+        sample = Sample(request.id, tokens, tuple(result["logprobs"]), versions, finish, routed)
+        return rules.check(request, running.sampling, sample, self._version)
 
     def _abort_timed_out(self) -> None:
         now = time.monotonic()

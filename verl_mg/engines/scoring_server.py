@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from verl_mg.engines.reports import check_scores
 from verl_mg.errors import UserError
 from verl_mg.http_client import JsonService
 
@@ -29,19 +30,22 @@ class ScoringServer:
     protocol: ScoringApi
     model: str  # name of the model in requests of the protocol openai
     service: JsonService  # connection to the path of the protocol
+    vocab: int  # size of the vocabulary
 
     @classmethod
-    def at(cls, key: str, url: str, protocol: ScoringApi, model: str = "", api_key: str = "") -> ScoringServer:
+    def at(
+        cls, key: str, url: str, protocol: ScoringApi, vocab: int, model: str = "", api_key: str = ""
+    ) -> ScoringServer:
         """Returns the client of a server; it connects with the first request."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         address = url.rstrip("/").removesuffix("/v1") + PATHS[protocol]
         service = JsonService(address, timeout=TIMEOUT_SECONDS, retries=RETRIES, headers=headers)
-        return cls(key, protocol, model, service)
+        return cls(key, protocol, model, service, vocab)
 
     async def score(self, tokens: Sequence[int], first: int, k: int) -> list[TokenScore]:
         """Returns the scores of tokens[first:], where `first` is at least 1, each with the `k` likeliest tokens.
 
-        UserError where the server refuses, or its response has other tokens or too few.
+        UserError where the server refuses, or its response has other tokens, too few, or scores that are none.
         """
         request: dict[str, Any]
         if self.protocol == "sglang":
@@ -54,7 +58,9 @@ class ScoringServer:
             read = _read_openai
         response = await self.service.post(request)
         try:
-            return read(response, tokens, first, k)
+            scores = read(response, tokens, first, k)
+            check_scores(scores, self.vocab)
+            return scores
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
                 f"{self.key}={self.service.url}: the response has no log-probs of {len(tokens) - first} tokens with "

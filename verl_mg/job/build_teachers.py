@@ -95,7 +95,8 @@ def remote_teacher(config: Config, name: str, url: str) -> RemoteTeacher:
             f"{temperature}. Write rollout.temperature=1."
         )
     api_key = read_key(f"{key}.api_key_env", section.api_key_env)
-    server = ScoringServer.at(f"{key}.url", url, section.protocol, section.served_model, api_key)
+    vocab = read_any_config(config.model.path).vocab
+    server = ScoringServer.at(f"{key}.url", url, section.protocol, vocab, section.served_model, api_key)
     return RemoteTeacher(server, section.parallel)
 
 

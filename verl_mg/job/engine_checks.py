@@ -82,7 +82,10 @@ def check_engines(config: Config, table: ModelTable, ranks: int) -> None:
         placement = EnginePlacement(case.layout, tuple(range(ranks - case.engine_ranks, ranks)))
         placement.check_nodes(case.ranks_per_node)
         if case.on_gpus:
-            refuse(kind.gpu_refusals, EngineCase(table, case.layout, config.dtype_of("actor"), case.extra))
+            of_gpus = EngineCase(
+                table, case.layout, case.actor_dtype, case.extra, rollout.wire, blackwell=device.is_blackwell()
+            )
+            refuse(kind.gpu_refusals, of_gpus)
         table = with_engine_table(config, table)
         resolve_engine_layout(
             case.layout,

@@ -7,8 +7,10 @@ import warnings
 
 import torch
 
-# Both libraries warn every rank about optional packages that are not installed; the README lists these.
-warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+# megatron-core warns every rank about optional packages that are not installed; the README lists these.
+warnings.filterwarnings(
+    "ignore", message=r"(Transformer Engine and )?Apex (is|are) not installed", module=r"megatron\."
+)
 
 if not torch.cuda.is_available():
     from verl_mg.megatron import cpu_shim

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.device import copy_to
+from verl_mg.engines.reports import equal_experts
 from verl_mg.errors import UserError
 from verl_mg.layout import Stage
 from verl_mg.megatron.balance_losses import BalanceLosses
@@ -47,6 +48,12 @@ def check_routed_experts(rows: Batch, config: HFConfig) -> None:
         raise UserError(
             f"column {ROUTED_EXPERTS!r}: it contains expert {int(read.max())}, and the model has "
             f"{config.experts.count}, counted from 0. Write -1 where the choice is not known."
+        )
+    if place := equal_experts(given, config.experts):
+        token, layer, same = place
+        raise UserError(
+            f"column {ROUTED_EXPERTS!r}: token {token} has expert {same} more than once in layer {layer}, and routers "
+            "choose different ones. Write -1 where the choice is not known."
         )
 
 

@@ -280,7 +280,7 @@ class RemoteEngineGroup(InFlightEngineGroup):
                 break
             views = [view for view in views if view.number not in result.lost]
         if self._pool:  # also where no server has the weights: it ends the update of the pool
-            self._pool.confirm([view.number for view in views if view.number in engines])
+            self._pool.confirm([view.number for view in views], self.version)
         return metrics
 
 

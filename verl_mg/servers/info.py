@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verl_mg.engines.sglang.arguments import QUANTIZATIONS
+from verl_mg.engines.sglang.arguments import EXPERT_RUNNER, IN_ORDER, QUANTIZATIONS
 from verl_mg.engines.sglang.shard_receiver import RECEIVER
 from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
@@ -81,6 +81,7 @@ class ServerInfo:
     shard_obstacle: str  # reason why its ranks cannot receive their shards; empty where they can
     reads_text: bool = True  # whether it has a tokenizer
     bootstrap_port: int = 0  # port at which decode servers find this one, if it does prefill
+    expert_runner: str = "auto"  # its runner of experts; "auto": the layers choose one that reads them in order
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,7 @@ async def describe(client: JsonSession, known: ServerInfo | None = None, wire: W
             shard_obstacle=_shard_obstacle(server, wire),
             reads_text=not server["skip_tokenizer_init"],
             bootstrap_port=server["disaggregation_bootstrap_port"],
+            expert_runner=server["moe_runner_backend"],
         )
     except RefusedError as error:
         if error.status >= 500:  # it is starting
@@ -183,6 +185,11 @@ def _problems(info: ServerInfo, needs: ServerRequirements) -> Iterator[str]:
         yield f"{wrong}. Start the server with {fix}"
     if needs.routed and not info.routed:
         yield "rollout.replay_routing is not supported. Start the server with --enable-return-routed-experts."
+    if model.experts and (needs.routed or needs.shards) and info.expert_runner not in ("auto", *IN_ORDER):
+        wrong = (
+            f"--moe-runner-backend is {info.expert_runner}, which does not read experts in the order in which they are"
+        )
+        yield f"{wrong} sent, or does not report them. Start the server with --moe-runner-backend {EXPERT_RUNNER}."
     if needs.seeded and not info.seeded:
         yield "job.deterministic is not supported. Start the server with --enable-deterministic-inference."
     if needs.shards and info.shard_obstacle:

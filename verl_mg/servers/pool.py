@@ -169,13 +169,17 @@ class ServerPool(RolloutEngine):
                 self.lose(server.number, str(error))
         return receivers
 
-    def confirm(self, numbers: Iterable[int]) -> None:
-        """Makes servers READY that have the current weights now, and ends the transfer."""
+    def confirm(self, numbers: Iterable[int], version: int) -> None:
+        """Makes servers READY that have the weights of `version` now, and ends the transfer."""
         with self._lock:
             for number in numbers:
-                if (server := self._servers.get(number)) and server.state is State.BARE:
+                server = self._servers.get(number)
+                if server and server.state is State.BARE:
                     server.state, server.pause = State.READY, FIRST_PAUSE
                     log.info("rollout: %s has the weights and generates", server.url)
+                elif server and server.borrowed and server.client:
+                    for part in server.client.parts:
+                        part.confirm(version)  # their leader has sent the weights
             self._updating = False
         self.attention.set()
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines.engine import EngineDiedError, Request, Sample, Sampling
 from verl_mg.engines.engine_options import EngineOptions
+from verl_mg.engines.reports import ReportRules
 from verl_mg.engines.request_tracker import EngineLimits, RequestTracker
 from verl_mg.engines.sglang.folder_receiver import FolderRequest
 from verl_mg.engines.sglang.host import image_fields, load_counts, parse_response, request_fields
@@ -71,7 +72,7 @@ class RemoteEngine(RequestTracker):
             max_positions=min(requirements.model.max_positions, self.info.context),
             seeded=self.info.seeded,
             reads_text=self.info.reads_text,
-            routed=requirements.routed,
+            reports=ReportRules.of_model(self.url, requirements.model, requirements.routed is not None),
             request_timeout=options.request_timeout,
         )
         super().__init__(limits)
@@ -177,6 +178,8 @@ class RemoteEngine(RequestTracker):
         except RefusedError as error:
             # Below 500 the request is at fault, and would be on every server.
             result = {"lost" if error.status >= 500 else "error": str(error)}
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            result = {"error": f"its response is not one of SGLang's: {type(error).__name__}: {error}"}
         self._open.discard(rid)
         self._inbox.put((rid, result))
         self._on_arrival()

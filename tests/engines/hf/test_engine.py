@@ -221,6 +221,8 @@ def test_abort_returns_partial_samples(qwen3):
 
 def test_submit_partial_sample_continues_like_an_uninterrupted_one(qwen3):
     engine = engine_of(qwen3)
+    engine.begin_update()
+    engine.end_update(6)
     requested, sampling = requests(), Sampling(max_new_tokens=20)
     whole = engine.generate(requested, sampling)
     for length in (1, 7, 19, 20):
@@ -233,7 +235,7 @@ def test_submit_partial_sample_continues_like_an_uninterrupted_one(qwen3):
         for one, other in zip(engine.generate(again, sampling), whole, strict=True):
             assert (one.id, one.tokens) == (other.id, other.tokens)
             assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-            assert one.policy_versions == (5,) * length + (0,) * (20 - length) and one.finish == "length"
+            assert one.policy_versions == (5,) * length + (6,) * (20 - length) and one.finish == "length"
 
 
 def test_collect_without_requests_returns_nothing(qwen3):

@@ -13,6 +13,7 @@ from transformers.initialization import no_init_weights
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines.engine import Finish, Request, RolloutEngine, Sample, Sampling
 from verl_mg.engines.hf.decoding import TextEnd, VisionPrefill, decode, uniforms
+from verl_mg.engines.reports import ReportRules
 from verl_mg.engines.stop_strings import Decode, last_turn_start
 from verl_mg.errors import UserError
 from verl_mg.models.transformers_module import module_class, read_module_config
@@ -49,6 +50,7 @@ class HFEngine(RolloutEngine):
         self.module.eval().requires_grad_(False)
         self._vision = VisionPrefill(self.module, processor) if processor else None
         self._decode_text = decode_text
+        self._reports = ReportRules(engine="rollout.engine=hf", vocab=config.get_text_config().vocab_size)
         self.version = 0
         self._max_batch = max_running_requests
         self._defined = load_weights
@@ -80,7 +82,10 @@ class HFEngine(RolloutEngine):
         num_equal = next((i for i, (_, s) in enumerate(self._waiting) if _drawing(s) != drawn), len(self._waiting))
         size = min(num_equal, self._max_batch)
         batch, self._waiting = self._waiting[:size], self._waiting[size:]
-        return [r.prepend_partial(more) for (r, _), more in zip(batch, self._decode(batch), strict=True)]
+        return [
+            request.prepend_partial(self._reports.check(request, sampling, more, self.version))
+            for (request, sampling), more in zip(batch, self._decode(batch), strict=True)
+        ]
 
     def begin_update(self) -> None:
         """Begins an update; the weights may be written until `end_update`."""

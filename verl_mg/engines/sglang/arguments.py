@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from verl_mg import device
 from verl_mg.config.checks import Refusal, under
-from verl_mg.engines.engine_options import EngineCase, EngineOptions, inherited_environment
+from verl_mg.engines.engine_options import EXACT_TRITON, EngineCase, EngineOptions, in_float32, inherited_environment
 from verl_mg.engines.sglang.weight_loader import LOADER
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard.encoding import Wire
@@ -68,9 +69,18 @@ ATTENTION = ("attention_backend", "prefill_attention_backend", "decode_attention
 WITH_FLOAT32 = (FLOAT32_ATTENTION, "torch_native", "flex_attention")  # attention backends that have float32
 # Largest width of a head in float32: tiles of wider ones may not fit into the memory of a block of Triton's kernel.
 FLOAT32_HEAD = 128
-# Environment of engines in float32 on GPUs. The compiled norms and activations of SGLang have 16 bits only, and Triton
-# would round the inputs of products to TF32.
-IN_FLOAT32 = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", "TRITON_F32_DEFAULT": "tf32x3"}
+# Environment of engines in float32 on GPUs. The compiled norms and activations of SGLang have 16 bits only.
+IN_FLOAT32 = {"SGLANG_FORCE_FUSED_OP_BACKEND": "torch", **EXACT_TRITON}
+# Runner of experts that reads their weights in the order in which they are written, and reports the experts of each
+# token. Others have them transposed, padded, in blocks, or the gate after the other half; SGLang's choice on Blackwell
+# is one of them, whose routers report expert 0 for each token.
+EXPERT_RUNNER = "triton"
+IN_ORDER = (EXPERT_RUNNER, "deep_gemm")
+# Kernel of products in FP8 with scales of blocks on Blackwell: others round the scales and pack them into another form,
+# into which no update can be written.
+BLACKWELL_FP8 = "triton"
+FP8_PRODUCTS = "fp8_gemm_runner_backend"
+RUNNERS = ("moe_runner_backend", "speculative_moe_runner_backend")
 # Environment of all engines. SGLang would keep the features of images over updates of the vision tower, and on GPUs
 # fuse two projections of an indexer that the weight table has apart.
 OF_ALL_ENGINES = {"SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1"}
@@ -117,9 +127,6 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
             "lora_target_modules": list(options.adapters.targets),
             "max_loras_per_batch": 2,  # no adapter counts as one of them, the policy's is the other
         }
-    config = model / "config.json"
-    if config.exists() and json.loads(config.read_text(encoding="utf-8")).get("model_type") == "gpt_oss":
-        common["moe_runner_backend"] = "triton"  # others have its experts transposed, or in another order
     place = _on_gpus(options) if torch.cuda.is_available() else _on_cpu(options)
     return common | place | dict(options.extra)
 
@@ -149,27 +156,27 @@ ON_CPU_REFUSED: tuple[Refusal[EngineCase], ...] = (
 )  # fmt: skip
 
 
-def _not_in_float32(config: HFConfig) -> str:
+def _not_in_float32(config: HFConfig) -> dict[str, object]:
     """Returns what a model has of which SGLang's engines in float32 are not known to work on GPUs."""
-    parts = {
+    return {
         "experts": config.experts,
         "latent attention": config.latent,
         "linear attention": config.linear,
         "images": config.with_vision,
         f"heads of {config.head_dim}": config.head_dim > FLOAT32_HEAD,
     }
-    return next((part for part, has in parts.items() if has), "")
 
 
 # Models and arguments for which SGLang has no kernels on GPUs.
 ON_GPUS_REFUSED: tuple[Refusal[EngineCase], ...] = (
-    Refusal(lambda c: c.dtype == "float32" and next((f"{name}={c.extra[name]}" for name in ATTENTION
-                                                    if c.extra.get(name) not in (None, *WITH_FLOAT32)), ""),
-            "rollout.sglang.{value}: it has no kernels for float32, the dtype of the actor. Leave it out, or set "
-            "actor.dtype=bfloat16."),
-    Refusal(lambda c: c.dtype == "float32" and _not_in_float32(c.table.config),
-            "rollout.engine=sglang: on GPUs its engines in float32, the dtype of the actor, do not serve a model with "
-            "{value}. Set actor.dtype=bfloat16, or rollout.engine=hf."),
+    *in_float32("sglang", ATTENTION, WITH_FLOAT32, _not_in_float32),
+    Refusal(lambda c: c.table.config.experts and c.extra_beyond(RUNNERS, IN_ORDER),
+            "rollout.sglang.{value}: it does not read the weights of experts in the order in which they are written, "
+            f"or does not report the experts of a token. Leave it out, or write one of {', '.join(IN_ORDER)}."),
+    Refusal(lambda c: c.wire == "fp8_block" and c.blackwell
+            and c.extra_beyond((FP8_PRODUCTS, *RUNNERS), (BLACKWELL_FP8,)),
+            "rollout.sglang.{value}: on Blackwell it keeps scales of rollout.wire=fp8_block in a form into which no "
+            "update can be written. Leave it out."),
 )  # fmt: skip
 
 
@@ -206,8 +213,19 @@ def _variables_on_gpus(options: EngineOptions) -> dict[str, str]:
 
 
 def _on_gpus(options: EngineOptions) -> dict[str, Any]:
-    attention = {"attention_backend": FLOAT32_ATTENTION} if options.dtype is torch.float32 else {}
-    return attention | {
+    kernels = {"attention_backend": FLOAT32_ATTENTION} if options.dtype is torch.float32 else {}
+    # Where experts exchange tokens by other means than SGLang's own, these have runners of theirs.
+    # GPU: Triton's runner computes the experts, also on Blackwell; on the CPU SGLang has another one.
+    # GPU-TEST: tests/engines/sglang/test_resolution.py::test_experts_of_a_mixture_have_the_runner_that_is_in_order
+    # GPU-RAN: not yet
+    if options.extra.get("moe_a2a_backend") in (None, "none"):
+        kernels["moe_runner_backend"] = EXPERT_RUNNER
+    # GPU: Triton computes products in FP8 with scales of blocks on Blackwell, DeepGEMM on Hopper.
+    # GPU-TEST: tests/engines/sglang/test_resolution.py::test_scales_of_blocks_are_not_packed_on_blackwell
+    # GPU-RAN: not yet
+    if options.wire == "fp8_block" and device.is_blackwell():
+        kernels[FP8_PRODUCTS] = BLACKWELL_FP8
+    return kernels | {
         "device": "cuda",
         "base_gpu_id": options.first_gpu,
         "gpu_id_step": options.gpu_step,

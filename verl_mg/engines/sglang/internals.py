@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,15 +58,28 @@ class ReplyParsers(NamedTuple):
 def reply_parsers() -> ReplyParsers | None:
     """Returns the parsers of tool calls and reasoning; None where SGLang cannot be imported."""
     try:
-        from sglang.srt.entrypoints.openai.protocol import Tool
-        from sglang.srt.environ import envs
-        from sglang.srt.function_call.function_call_parser import FunctionCallParser
-        from sglang.srt.parser.reasoning_parser import ReasoningParser
+        with _unchanged_environment():
+            from sglang.srt.entrypoints.openai.protocol import Tool
+            from sglang.srt.environ import envs
+            from sglang.srt.function_call.function_call_parser import FunctionCallParser
+            from sglang.srt.parser.reasoning_parser import ReasoningParser
     except ImportError:
         return None
     # Its warnings concern calls that cannot be parsed, and there are many.
     logging.getLogger("sglang.srt.function_call").setLevel(logging.ERROR)
     return ReplyParsers(FunctionCallParser, ReasoningParser, Tool, envs)
+
+
+@contextmanager
+def _unchanged_environment() -> Iterator[None]:
+    # SGLang's import names caches of kernels (TRITON_CACHE_DIR, CUDA_CACHE_PATH): training would compile its own again.
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 # -- in the process of an engine

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from verl_mg.config.checks import Refusal, under
-from verl_mg.engines.engine_options import EngineCase, EngineOptions, inherited_environment
+from verl_mg.engines.engine_options import EXACT_TRITON, EngineCase, EngineOptions, in_float32, inherited_environment
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.transformers_module import has_images, read_any_config, read_module_config
@@ -25,6 +25,10 @@ EXPERT_SIZES = (
     f"on the CPU vLLM needs multiples of {CPU_TILE} as sizes of experts, but {{value}}. Use another model or tp, or "
     "rollout.engine=hf."
 )
+# Kernel for experts. Others swap, pad or permute rows of the weights after loading: shards that are written in place
+# would be in the wrong order.
+EXPERT_KERNEL = "triton"
+WITH_FLOAT32 = ("TRITON_ATTN", "FLEX_ATTENTION")  # attention backends that have float32 on GPUs
 # Environment of vLLM's processes on the CPU. vLLM's own binding pins all engines to the same cores, and refuses more
 # tensor-parallel ranks than the machine has NUMA nodes. The few small functions that it compiles would delay the first
 # request by seconds.
@@ -101,11 +105,16 @@ ON_CPU_REFUSED: tuple[Refusal[EngineCase], ...] = (
 )  # fmt: skip
 
 
-# Arguments that vLLM's engines of a job do not have on GPUs.
+# Models and arguments that vLLM's engines of a job do not have on GPUs.
 ON_GPUS_REFUSED: tuple[Refusal[EngineCase], ...] = (
     Refusal(lambda c: "gpu_memory_utilization" in c.extra,
             "rollout.vllm.gpu_memory_utilization: engines of a job take a share of the memory that is free, not of "
             "all. Set rollout.memory_fraction."),
+    *in_float32("vllm", ("attention_backend",), WITH_FLOAT32,
+                lambda config: {"latent attention": config.latent, "linear attention": config.linear}),
+    Refusal(lambda c: c.table.config.experts and c.extra_beyond(("moe_backend",), (EXPERT_KERNEL,)),
+            "rollout.vllm.{value}: it does not read the weights of experts in the order in which they are written. "
+            "Leave it out."),
 )  # fmt: skip
 
 
@@ -119,6 +128,11 @@ def environment(model: Path, options: EngineOptions) -> dict[str, str]:
         return inherited | fixed | ON_CPU
     if options.deterministic:
         fixed["VLLM_BATCH_INVARIANT"] = "1"
+    # GPU: Triton's attention computes float32 in three products of TF32; on the CPU vLLM has another kernel.
+    # GPU-TEST: tests/engines/vllm/test_selection.py::test_attention_in_float32_has_the_backends_that_are_permitted
+    # GPU-RAN: not yet
+    if options.dtype is torch.float32:
+        inherited = EXACT_TRITON | inherited
     return inherited | fixed
 
 
@@ -139,9 +153,7 @@ def _on_gpus(config: HFConfig, options: EngineOptions) -> dict[str, Any]:
         "enable_return_routed_experts": options.routed_experts,
     }
     if config.experts:
-        # The other kernels for experts swap, pad or permute rows of the weights after loading: shards that are written
-        # in place would be in the wrong order.
-        arguments["moe_backend"] = "triton"
+        arguments["moe_backend"] = EXPERT_KERNEL
     return arguments
 
 

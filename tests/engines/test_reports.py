@@ -1,0 +1,134 @@
+"""What an engine reports is refused where it cannot be true: one planted fault at a time."""
+
+import base64
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from verl_mg.batch import Batch
+from verl_mg.engines.engine import ACCEPTED, DRAFTED, PROMPT, RUNNING, Request, Sample, Sampling
+from verl_mg.engines.reports import ReportRules
+from verl_mg.errors import UserError
+from verl_mg.megatron.routing import check_routed_experts
+from verl_mg.models.hf_config import read_config
+from verl_mg.models.tiny_model import make_tiny_model
+
+NEWEST = 6
+SAMPLING = Sampling(max_new_tokens=6, stop_token_ids=(9,))
+PARTIAL = Sample(7, (2, 3), (-1.0, -2.0), (4, 5), "abort")
+REQUEST = Request(7, (1, 1, 1), seed=0, partial=PARTIAL)
+VALID = Sample(7, (4, 5, 9), (-0.5, 0.0, 1e-6), (5, 5, 6), "stop")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model with a dense layer, and another one with 4 experts, of which a token has 2."""
+    return read_config(make_tiny_model(tmp_path_factory.mktemp("model"), "deepseek_v3", dense_layers=1, layers=2))
+
+
+@pytest.fixture
+def rules(model):
+    return ReportRules.of_model("rollout.engine=sglang", model, routed=True)
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        VALID,
+        replace(VALID, finish="length", tokens=(4, 5, 5)),
+        Sample(7, (), (), (), "abort"),
+        Sample(7, (), (), (), "length"),
+        replace(VALID, logprobs=(-0.5, 0, -900.0)),
+    ],
+)
+def test_check_of_a_valid_report_returns_it(rules, report):
+    assert rules.check(REQUEST, SAMPLING, report, NEWEST) is report
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"finish": "eos"}, "ended with 'eos'"),
+        ({"logprobs": (-0.5, -0.5)}, "has 3 tokens, 2 log-probs and 3 versions"),
+        ({"policy_versions": (5, 5, 5, 5)}, "3 log-probs and 4 versions"),
+        ({"tokens": (4,) * 5, "logprobs": (-1.0,) * 5, "policy_versions": (5,) * 5}, "has 5 new tokens, and 4 were"),
+        ({"tokens": (), "logprobs": (), "policy_versions": ()}, "ended with 'stop' and has no token"),
+        ({"tokens": (4, 10_000, 9)}, "has the token 10000, which is not in the vocabulary of"),
+        ({"tokens": (-1, 4, 9)}, "has the token -1"),
+        ({"tokens": (4, "5", 9)}, "has the token '5'"),
+        ({"tokens": (9, 4, 5)}, "continues after a token that ends it"),
+        ({"logprobs": (-0.5, math.nan, -0.5)}, "has the log-prob nan for its token 1"),
+        ({"logprobs": (-math.inf, -0.5, -0.5)}, "has the log-prob -inf for its token 0"),
+        ({"logprobs": (-0.5, -0.5, 0.25)}, "has the log-prob 0.25 for its token 2"),
+        ({"logprobs": (-0.5, None, -0.5)}, "has the log-prob None for its token 1"),
+        ({"policy_versions": (5, 6, 7)}, "has tokens of the versions 5, 6, 7 of the weights, after 5, and 6 were sent"),
+        ({"policy_versions": (6, 5, 6)}, "versions 6, 5 of the weights"),
+        ({"policy_versions": (4, 5, 6)}, "versions 4, 5, 6 of the weights, after 5"),
+        ({"policy_versions": (-1, -1, -1)}, "versions -1 of the weights"),
+    ],
+)
+def test_check_of_a_wrong_report_raises_one_line_with_the_engine_and_a_remedy(rules, fault, message):
+    with pytest.raises(UserError) as error:
+        rules.check(REQUEST, SAMPLING, replace(VALID, **fault), NEWEST)
+    text = str(error.value)
+    assert text.startswith("rollout.engine=sglang: sample 7 ") and message in text
+    assert text.endswith(".") and "\n" not in text and text.count(". ") >= 1
+
+
+def encoded(chosen: object) -> str:
+    return base64.b64encode(np.asarray(chosen, dtype=np.int32).tobytes()).decode()
+
+
+def test_read_experts_of_a_valid_report_keeps_them(rules):
+    chosen = [[[0, 0], [1, 3]], [[0, 0], [2, 0]]]  # nothing is chosen in the dense layer
+    read = rules.read_experts(7, encoded(chosen), 2, True)
+    assert read.dtype is torch.int16 and read.tolist() == chosen
+    assert rules.read_experts(7, None, 2, False) is None
+    assert replace(rules, experts=None).read_experts(7, encoded(chosen), 2, True) is None
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (None, "has no experts of its tokens"),
+        ([[[0, 0], [1, 3]]], r"has 4 numbers of experts, and 2 x 2 x 2 \(tokens, layers, experts\) were expected"),
+        ([[[0, 0], [0, 0]]] * 2, "has expert 0 more than once for token 0 in layer 1"),
+        ([[[0, 0], [1, 0]], [[0, 0], [3, 3]]], "has expert 3 more than once for token 1 in layer 1"),
+        ([[[0, 0], [1, 0]], [[0, 0], [3, 4]]], "has the experts 0 to 4, and the model has 4"),
+        ([[[0, 0], [1, -1]], [[0, 0], [3, 2]]], "has the experts -1 to 3"),
+    ],
+)
+def test_read_experts_of_a_wrong_report_raises_one_line_with_the_engine(rules, chosen, message):
+    text = None if chosen is None else encoded(chosen)
+    with pytest.raises(UserError, match=f"^rollout.engine=sglang: sample 7 {message}"):
+        rules.read_experts(7, text, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("counts", "message"),
+    [
+        ({PROMPT: -1}, "it counts -1 prompt tokens"),
+        ({RUNNING: 1.5}, "it counts 1.5 running requests"),
+        ({DRAFTED: 3, ACCEPTED: 4}, "it counts 4 accepted tokens of 3 drafted tokens"),
+    ],
+)
+def test_check_counts_of_impossible_ones_raises(rules, counts, message):
+    with pytest.raises(UserError, match=f"^rollout.engine=sglang: {message}"):
+        rules.check_counts(counts)
+
+
+def test_check_counts_of_possible_ones_returns_them(rules):
+    counts = {PROMPT: 3, DRAFTED: 3, ACCEPTED: 3, RUNNING: 0}
+    assert rules.check_counts(counts) == counts
+
+
+def test_check_routed_experts_with_an_expert_twice_raises(model):
+    batch = Batch.from_rows([(1, 2)])
+    batch["routed_experts"] = torch.tensor([[[0, 0], [1, 2]], [[0, 0], [-1, -1]]], dtype=torch.int16)
+    check_routed_experts(batch, model)
+    batch["routed_experts"] = torch.tensor([[[0, 0], [1, 2]], [[0, 0], [2, 2]]], dtype=torch.int16)
+    with pytest.raises(UserError, match="token 1 has expert 2 more than once in layer 1"):
+        check_routed_experts(batch, model)

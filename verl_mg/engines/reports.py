@@ -1,0 +1,159 @@
+"""Checks of all reports of engines, by what has to be true of them; the job ends with one line where it is not.
+
+    engine of this rank, process or server ──▶ Sample ──▶ ReportRules.check ──▶ `collect`
+    server that scores given tokens ──▶ scores ──▶ check_scores ──▶ teacher
+
+Shapes and ranges do not show a report that means nothing: a router that is never asked reports expert 0 for all k
+experts of a token, and an overflow makes log-probs that are no numbers.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_mg.engines.engine import ACCEPTED, DRAFTED, Finish, Request, Sample, Sampling
+from verl_mg.errors import UserError
+from verl_mg.models.hf_config import ExpertsConfig, HFConfig
+
+# Largest log-prob: logits of hundreds in float32 are rounded by up to 1e-4, and so is their difference to the sum.
+LARGEST_LOGPROB = 1e-3
+# Finish reasons, counters and versions are the engine's own words, which change with its version.
+OTHER_VERSION = "Install the version of the engine in the documentation, or report this"
+OTHER_MODEL = "Give the engine the model of the job"
+OVERFLOW = "Look for infinite weights or activations, such as with model.dtype=float32"
+ROUTERS = (
+    "Choose a runner of experts that reports them, such as rollout.sglang.moe_runner_backend=triton, or set "
+    "rollout.replay_routing=false"
+)
+OTHER_WEIGHTS = "Let no other job send weights to this engine, and start it again"
+
+Problem = tuple[str, str]  # what is wrong with a report, and what to do
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportRules:
+    """Facts that each report of an engine satisfies if it computes the job's model."""
+
+    engine: str  # beginning of messages: key and name of the engine, or address of the server
+    vocab: int
+    layers: int = 0
+    experts: ExpertsConfig | None = None  # experts that samples report, for all layers; None: they report none
+
+    @classmethod
+    def of_model(cls, engine: str, model: HFConfig, routed: bool) -> ReportRules:
+        """Returns the rules for a model; `routed`: samples report the experts of each token."""
+        return cls(engine=engine, vocab=model.vocab, layers=model.layers, experts=model.experts if routed else None)
+
+    def check(self, request: Request, sampling: Sampling, sample: Sample, newest: int) -> Sample:
+        """Returns the continuation of a request if it is valid; `newest` is the last version that was sent."""
+        for what, remedy in self._problems(request, sampling, sample, newest):
+            raise self._error(sample.id, what, remedy)
+        return sample
+
+    def read_experts(self, sample: int, text: str | None, num_fed: int, is_complete: bool) -> Tensor | None:
+        """Returns the experts of the tokens that were fed, (num_fed, layers, top_k) int16, from base64 of int32."""
+        if self.experts is None:
+            return None
+        if text is None:
+            if is_complete and num_fed:
+                raise self._error(sample, "has no experts of its tokens", ROUTERS)
+            return None  # an engine may report none for a request that was aborted while it waited
+        shape = (num_fed, self.layers, self.experts.top_k)
+        flat = np.frombuffer(base64.b64decode(text), dtype=np.int32)
+        if flat.size != math.prod(shape):
+            expected = " x ".join(map(str, shape))
+            what = f"has {flat.size} numbers of experts, and {expected} (tokens, layers, experts) were expected"
+            raise self._error(sample, what, ROUTERS)
+        if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < self.experts.count:
+            what = f"has the experts {flat.min()} to {flat.max()}, and the model has {self.experts.count}"
+            raise self._error(sample, f"{what}, counted from 0", OTHER_MODEL)
+        chosen = torch.from_numpy(flat.astype(np.int16)).view(shape)
+        if place := equal_experts(chosen, self.experts):
+            token, layer, same = place
+            what = f"has expert {same} more than once for token {token} in layer {layer}, and routers choose different"
+            raise self._error(sample, f"{what} ones", ROUTERS)
+        return chosen
+
+    def check_counts(self, counts: Mapping[str, int]) -> Mapping[str, int]:
+        """Returns the counters of a report if they are valid."""
+        for name, value in counts.items():
+            if type(value) is not int or value < 0:
+                raise UserError(f"{self.engine}: it counts {value!r} {name}. {OTHER_VERSION}.")
+        if counts.get(ACCEPTED, 0) > (drafted := counts.get(DRAFTED, 0)):
+            what = f"it counts {counts[ACCEPTED]} {ACCEPTED} of {drafted} {DRAFTED}"
+            raise UserError(f"{self.engine}: {what}. {OTHER_VERSION}.")
+        return counts
+
+    def _error(self, sample: int, what: str, remedy: str) -> UserError:
+        return UserError(f"{self.engine}: sample {sample} {what}. {remedy}.")
+
+    def _problems(self, request: Request, sampling: Sampling, sample: Sample, newest: int) -> Iterator[Problem]:
+        tokens, logprobs, versions = sample.tokens, sample.logprobs, sample.policy_versions
+        if sample.finish not in get_args(Finish):
+            yield f"ended with {sample.finish!r}, and the reasons are {', '.join(get_args(Finish))}", OTHER_VERSION
+        if not len(tokens) == len(logprobs) == len(versions):
+            lengths = f"{len(tokens)} tokens, {len(logprobs)} log-probs and {len(versions)} versions"
+            yield f"has {lengths}", OTHER_VERSION
+        if len(tokens) > (most := request.remaining_tokens(sampling)):
+            yield f"has {len(tokens)} new tokens, and {most} were requested", OTHER_VERSION
+        if not tokens:
+            if sample.finish == "stop":
+                yield "ended with 'stop' and has no token that ends it", OTHER_VERSION
+            return
+        if not (set(map(type, tokens)) == {int} and 0 <= min(tokens) <= max(tokens) < self.vocab):
+            wrong = next(token for token in tokens if type(token) is not int or not 0 <= token < self.vocab)
+            yield f"has the token {wrong!r}, which is not in the vocabulary of {self.vocab}", OTHER_MODEL
+        if not set(sampling.stop_token_ids).isdisjoint(tokens[:-1]):
+            yield "continues after a token that ends it", OTHER_VERSION
+        if not _are_logprobs(logprobs):
+            place, wrong = next((i, value) for i, value in enumerate(logprobs) if not _are_logprobs((value,)))
+            yield f"has the log-prob {wrong!r} for its token {place}, which is no number up to 0", OVERFLOW
+        before = request.partial.generated_versions if request.partial else []
+        oldest = before[-1] if before else 0
+        if list(versions) != sorted(versions) or not oldest <= versions[0] <= versions[-1] <= newest:
+            seen = ", ".join(map(str, dict.fromkeys(versions)))
+            what = f"has tokens of the versions {seen} of the weights, after {oldest}, and {newest} were sent"
+            yield what, OTHER_WEIGHTS
+
+
+def _are_logprobs(values: Sequence[float]) -> bool:
+    # The sum is no finite number if one of them is none.
+    return set(map(type, values)) <= {float, int} and math.isfinite(sum(values)) and max(values) <= LARGEST_LOGPROB
+
+
+def equal_experts(chosen: Tensor, experts: ExpertsConfig) -> tuple[int, int, int] | None:
+    """Returns a token and a layer that have an expert twice, and this expert; None where there is none.
+
+    `chosen` is (tokens, layers, top_k); negative entries are not known, and dense layers are not read.
+    """
+    layers, values = sorted(experts.layers), chosen.numpy()
+    if len(layers) < values.shape[1]:
+        values = values[:, layers]
+    # As k arrays of all tokens and layers, compared with each other: a sort of each k numbers takes ten times longer.
+    columns = np.ascontiguousarray(np.moveaxis(values, -1, 0))
+    for distance in range(1, len(columns)):
+        same = columns[distance:] == columns[:-distance]
+        if same.any() and (places := np.argwhere(same & (columns[distance:] >= 0))).size:
+            column, token, layer = places[0].tolist()
+            return token, layers[layer], int(columns[column, token, layer])
+    return None
+
+
+def check_scores(scores: Sequence[tuple[float, Sequence[tuple[float, int]]]], vocab: int) -> None:
+    """Checks log-probs of given tokens, each with the likeliest ones in its place; ValueError for a wrong one."""
+    for logprob, likeliest in scores:
+        values, ids = [value for value, _ in likeliest], {token for _, token in likeliest}
+        if not _are_logprobs((logprob, *values)):
+            raise ValueError(f"the log-probs {[logprob, *values][:4]} are no numbers up to 0")
+        if values != sorted(values, reverse=True) or sum(map(math.exp, values)) > 1 + LARGEST_LOGPROB:
+            raise ValueError(f"the log-probs {values[:4]} of the likeliest tokens do not fall, or are of more than 1")
+        if len(ids) < len(likeliest) or not all(0 <= token < vocab for token in ids):
+            raise ValueError(f"the likeliest tokens are not different ones of a vocabulary of {vocab}")
