@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 from torch.nn import attention as torch_attention
@@ -98,6 +99,21 @@ def test_ragged_kernel_gets_what_it_takes(monkeypatch, signature, kv_heads, valu
     repeats = kv_heads < HEADS and "enable_gqa" not in signature.parameters
     assert calls[0]["key"].shape[1] == (HEADS if repeats else kv_heads)
     assert (calls[0]["value"] is value) == (value_width == WIDTH and not repeats)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_without_ragged_kernel_gives_torch_as_many_heads_of_keys_as_of_queries(monkeypatch, window):
+    """Its kernel for float32 on GPUs has no grouped queries; without it torch keeps matrices of all pairs of tokens."""
+    heads, attend = [], F.scaled_dot_product_attention
+
+    def recorded(query, key, value, **options):
+        heads.append((query.shape[1], key.shape[1], value.shape[1]))
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    drawn = [torch.randn(sum(LENGTHS), n, WIDTH) for n in (HEADS, 2, 2)]
+    _run_by_run(*drawn, described(LENGTHS, None), Scores(window=window))
+    assert heads == [(HEADS, HEADS, HEADS)] * len(LENGTHS)
 
 
 @pytest.mark.parametrize("kv_heads", [2, *nightly(6)])
