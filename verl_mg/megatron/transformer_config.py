@@ -316,21 +316,20 @@ def _norms_inside_attention(c: HFConfig) -> bool:
 
 def resolve_kernels(setting: Literal["auto", Kernels], dtype: torch.dtype, model: HFConfig | None = None) -> Kernels:
     """Returns the kernels of a model."""
-    # With `auto` they are Transformer Engine's for bfloat16 on GPUs where it is installed. It multiplies float32
-    # matrices in TensorFloat-32, which has 10 bits of precision: models in float32 use torch's kernels unless it is
-    # requested.
-    if setting == "torch":
-        return "torch"
-    problem = _problem(model)
-    if setting == "auto":
-        return "torch" if problem or dtype is torch.float32 else "transformer_engine"
-    if problem:
+    # With `auto` they are Transformer Engine's where it can be used.
+    problem = _problem(model, dtype)
+    if setting == "transformer_engine" and problem:
         raise UserError(f"model.kernels: {problem}")
-    return "transformer_engine"
+    return "torch" if setting == "torch" or problem else "transformer_engine"
 
 
-def _problem(model: HFConfig | None) -> str | None:
+def _problem(model: HFConfig | None, dtype: torch.dtype) -> str | None:
     """Returns why Transformer Engine cannot be used, with the remedy; None where it can."""
+    if dtype is torch.float32:
+        return (
+            "Transformer Engine multiplies float32 matrices in TensorFloat-32, which has 10 bits of precision. Set "
+            "model.kernels=auto or torch, or model.dtype=bfloat16."
+        )
     if model and (model.attention_sinks or model.indexer):
         missing = "attention sinks and no biases of experts" if model.attention_sinks else "sparse attention"
         return (
