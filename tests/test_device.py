@@ -1,18 +1,9 @@
 """Settings of torch: its allocator's while memory is shared with other processes, and the precision of float32."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from verl_mg.device import without_expandable_segments
-from verl_mg.fsdp.mesh import MeshGroups
-from verl_mg.fsdp.model_runner import FsdpRunner
-from verl_mg.layout import Layout, Placement
-from verl_mg.megatron.model_runner import MegatronRunner
-from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.training.model_spec import ModelSpec
+from verl_mg.device import compute_in_float32, without_expandable_segments
 
 
 @pytest.fixture
@@ -40,19 +31,34 @@ def test_without_expandable_segments_keeps_other_settings_and_restores_all(alloc
     assert allocator._accelerator_getAllocatorSettings() == given
 
 
-def tf32_allowed(model: Path, backend: str, dtype: torch.dtype) -> bool:
-    """Whether a rank's convolutions or products of float32 are TF32 after a model has been built."""
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
-    placement = Placement.on(Layout(), 1)
-    if backend == "megatron":
-        MegatronRunner(ModelSpec(model, dtype), ParallelGroups(placement))
-    else:
-        FsdpRunner(ModelSpec(model, dtype), MeshGroups(placement))
-    return torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+def allow_tf32(names: str) -> None:
+    """TF32 as a library or a container may have allowed it: by one of torch's sets of names for it."""
+    if names == "former names":
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    elif names == "precision":
+        torch.set_float32_matmul_precision("medium")
+    elif names == "new names":
+        torch.backends.fp32_precision = "tf32"
 
 
-@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_model_in_float32_leaves_no_tf32(ranks, tmp_path, backend, dtype):
-    model = make_tiny_model(tmp_path / "model", "qwen3", characters="abcd")
-    assert ranks.run(1, tf32_allowed, model, backend, dtype) == [dtype != torch.float32]
+def precisions(names: str) -> list[str | bool]:
+    """What torch says about products, convolutions and FlexAttention's kernel on a rank, by all of its names."""
+    from torch._inductor.kernel.flex.flex_attention import get_float32_precision
+
+    if names:
+        allow_tf32(names)
+        compute_in_float32()
+    kernels = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    return [
+        *(of_kernels.fp32_precision for of_kernels in kernels),
+        get_float32_precision(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.backends.cudnn.allow_tf32,
+    ]
+
+
+@pytest.mark.parametrize("names", ["", "former names", "precision", "new names"])
+def test_rank_computes_float32_with_all_of_its_bits(ranks, names):
+    """From its start on; and whatever was allowed before: products and convolutions are IEEE's, not TF32's."""
+    assert ranks.run(1, precisions, names) == [["ieee"] * 3 + ["'ieee'", "highest", False, False]]

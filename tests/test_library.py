@@ -1,11 +1,12 @@
 """Libraries whose internals are used: other versions, and parts that are missing, are errors of one line."""
 
+import importlib
 from types import SimpleNamespace
 
 import pytest
 
 from verl_mg.errors import UserError
-from verl_mg.library import Library
+from verl_mg.library import Library, is_installed
 
 
 def library(version: str = "1.2.3") -> Library:
@@ -48,3 +49,13 @@ def test_library_replaced_restores_after_an_error():
         assert module.old == 2
         raise KeyError
     assert module.old == 1
+
+
+def test_is_installed_given_folder_without_modules_is_false(tmp_path, monkeypatch):
+    """Python imports such a folder too, as a namespace, and without what the package has."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "some_kernels" / "cute").mkdir(parents=True)
+    assert not is_installed("some_kernels") and not is_installed("absent_kernels")
+    (tmp_path / "some_kernels" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert is_installed("some_kernels") and is_installed("torch")

@@ -62,7 +62,15 @@ def compute_deterministically() -> None:
 
 def compute_in_float32() -> None:
     """Lets products and convolutions of float32 keep its 24 bits on a GPU: cuDNN's default is TF32, which has 11."""
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    # GPU: products and convolutions of float32 are IEEE's, not TF32; a CPU has no TF32.
+    # GPU-TEST: tests/test_device.py::test_rank_computes_float32_with_all_of_its_bits
+    # GPU-RAN: not yet
+    # Containers may allow it for products too, by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE. torch has two sets of names for it,
+    # and raises an error where one is read while the other has another value.
+    torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    for of_kernels in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
+        of_kernels.fp32_precision = "ieee"
 
 
 def ranks_of_a_node(ranks: int) -> int:

@@ -1,13 +1,20 @@
-"""Libraries of which this project uses and replaces internals, for the versions that it is tested with."""
+"""Libraries: whether one is installed, and versions of others whose internals this project uses and replaces."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from verl_mg.errors import UserError
+
+
+def is_installed(package: str) -> bool:
+    """Returns whether a package can be imported; a folder of its name on the path without Python's files is none."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 @dataclass(frozen=True)

@@ -212,11 +212,14 @@ def passes_of_layers(fake: FakeCuda, model: Path) -> LayerPasses:
     return passes
 
 
-def activations(_: FakeCuda, model: Path, capability: tuple[int, int], installed: bool) -> list[str]:
+def activations(
+    _: FakeCuda, model: Path, capability: tuple[int, int], installed: bool, deterministic: bool
+) -> list[str]:
     """Implementations of attention that are activated while a model is built twice."""
     activated: list[str] = []
     attention.register_flash_attention_impl("FA3", register_fn=lambda: activated.append("FA3") or mock.Mock())  # type: ignore[func-returns-value]
     found = mock.Mock() if installed else None
+    torch.use_deterministic_algorithms(deterministic)
     with (
         mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability),
         mock.patch.object(importlib.util, "find_spec", lambda name: found if name == "flash_attn_interface" else None),

@@ -6,13 +6,18 @@ FlexAttention computes on the CPU too, by matrices; the kernel that it generates
 import inspect
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
+from torch._inductor.kernel.flex.flex_decoding import _use_flex_decoding
+from torch._inductor.sizevars import SizeVarAllocator
+from torch._inductor.virtualized import V
 from torch.nn import attention as torch_attention
 from torch.nn.attention import bias, varlen
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
@@ -23,7 +28,7 @@ from tests.megatron.packed_inputs import WIDTH, described, outputs_and_gradients
 from verl_mg.megatron import attention as megatron_attention
 from verl_mg.megatron.attention import PackedAttention
 from verl_mg.megatron.packed_sequences import describe_sequences
-from verl_mg.training import packed_attention
+from verl_mg.training import flex_attention, packed_attention
 from verl_mg.training.flex_attention import block_mask
 from verl_mg.training.microbatch import zigzag_tokens
 from verl_mg.training.packed_attention import Scores, _run_by_run, _with_ragged_kernel, attend_by_blocks
@@ -98,6 +103,21 @@ def test_ragged_kernel_gets_what_it_takes(monkeypatch, signature, kv_heads, valu
     repeats = kv_heads < HEADS and "enable_gqa" not in signature.parameters
     assert calls[0]["key"].shape[1] == (HEADS if repeats else kv_heads)
     assert (calls[0]["value"] is value) == (value_width == WIDTH and not repeats)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_without_ragged_kernel_gives_torch_as_many_heads_of_keys_as_of_queries(monkeypatch, window):
+    """Its kernel for float32 on GPUs has no grouped queries; without it torch keeps matrices of all pairs of tokens."""
+    heads, attend = [], F.scaled_dot_product_attention
+
+    def recorded(query, key, value, **options):
+        heads.append((query.shape[1], key.shape[1], value.shape[1]))
+        return attend(query, key, value, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
+    drawn = [torch.randn(sum(LENGTHS), n, WIDTH) for n in (HEADS, 2, 2)]
+    _run_by_run(*drawn, described(LENGTHS, None), Scores(window=window))
+    assert heads == [(HEADS, HEADS, HEADS)] * len(LENGTHS)
 
 
 @pytest.mark.parametrize("kv_heads", [2, *nightly(6)])
@@ -201,6 +221,29 @@ def test_causal_mask_of_the_flash_kernel_in_torch_is_that_of_the_last_tokens(mon
     torch.nn.functional.scaled_dot_product_attention(query, key, key, attn_mask=bias.causal_lower_right(3, 5))
     assert [call["is_causal"] for call in calls] == [True]
     assert "for this particular op it means lower right" in inspect.getsource(bias.CausalBias._dispatch)
+
+
+def node(*size: int) -> SimpleNamespace:
+    """A tensor as torch's compiler sees it."""
+    return SimpleNamespace(get_size=lambda: size)
+
+
+@pytest.mark.parametrize("tokens", [7, 127, 300])
+def test_flex_attention_of_few_tokens_is_not_compiled_as_decoding(monkeypatch, tokens):
+    """torch's own choice: its kernel for decoding does not compile with blocks of 128 keys."""
+    given: dict[str, Any] = {}
+
+    def recorded(query: Tensor, *_: Any, **options: Any) -> Tensor:
+        given.update(options)
+        return query
+
+    monkeypatch.setattr(flex_attention, "_flex_attention", recorded)
+    drawn = [torch.randn(tokens, n, WIDTH) for n in (4, 2, 2)]
+    attend_by_blocks(*drawn, described((tokens,), None), Scores(softcap=0.5))
+    tensors = node(1, 4, tokens, WIDTH), node(1, 1, 1, 1), node(1, 2, tokens, WIDTH)
+    with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):
+        assert not _use_flex_decoding(*tensors, given["kernel_options"], True)
+        assert _use_flex_decoding(*tensors, {}, True) == (tokens < 128)
 
 
 def test_installed_torch_has_flash_attention_3():

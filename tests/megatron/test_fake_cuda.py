@@ -117,11 +117,20 @@ def test_forward_of_a_layer_on_cuda_launches_at_most_these_kernels_and_waits_for
 
 
 @pytest.mark.parametrize(
-    ("capability", "installed", "expected"),
-    [((9, 0), True, ["FA3"]), ((9, 0), False, []), ((8, 0), True, []), ((10, 0), True, [])],
+    ("capability", "installed", "deterministic", "expected"),
+    [
+        ((9, 0), True, False, ["FA3"]),
+        ((9, 0), False, False, []),
+        ((8, 0), True, False, []),
+        ((10, 0), True, False, []),
+        ((9, 0), True, True, []),
+    ],
 )
-def test_flash_attention_3_is_activated_once_where_it_can_run(fake_cuda, models, capability, installed, expected):
-    assert fake_cuda.run(cases.activations, models["llama"], capability, installed) == expected
+def test_flash_attention_3_is_activated_once_where_it_can_run(
+    fake_cuda, models, capability, installed, deterministic, expected
+):
+    """In deterministic jobs it is not: its backward pass may ignore that they are."""
+    assert fake_cuda.run(cases.activations, models["llama"], capability, installed, deterministic) == expected
 
 
 def test_latent_attention_on_cuda_with_flash_attention_3_copies_no_values(fake_cuda, models):

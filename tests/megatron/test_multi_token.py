@@ -141,9 +141,9 @@ def runner_on(model, layout, fields=TRAINED, recompute=False, **options):
     return megatron_runner(model, layout, **options)
 
 
-def train(model, layout, fields, recompute, loss=zero_loss):
+def train(model, layout, fields, recompute, loss=zero_loss, **options):
     """Metrics of two updates, and the gradients of the first."""
-    runner, batch = runner_on(model, layout, fields, recompute), rows(model)
+    runner, batch = runner_on(model, layout, fields, recompute, **options), rows(model)
     trainer = MegatronTrainer(runner, OPTIMIZER)
     gradients, micro_batches = recorded_gradients(trainer), uneven_micro_batches(runner, batch)
     return [update(trainer, micro_batches, batch, loss) for _ in range(2)], gradients[0]
@@ -172,15 +172,21 @@ def test_update_of_qwen_equals_plain_torch(ranks, model, expected):
 def test_update_with_exchanged_keys_equals_plain_torch(ranks, model, expected):
     if is_qwen(model):
         pytest.skip("linear attention has no exchanged keys")
-    assert_update_equals_plain_torch(ranks, model, expected, "cp2", 2, exchange="all_gather")
+    assert_update_equals_plain_torch(ranks, model, expected, "cp2", 2, fields={"cp_comm_type": "all_gather"})
+
+
+@pytest.mark.nightly
+def test_update_with_transformer_engine_equals_plain_torch(transformer_engine, model, expected):
+    fields, kernels = {"moe_permute_fusion": False}, {"kernels": "transformer_engine"}
+    assert_update_equals_plain_torch(transformer_engine, model, expected, "tp2-pp2", 4, fields=fields, **kernels)
 
 
 def assert_update_equals_plain_torch(
-    ranks, model, expected, layout, count, detach=False, recompute=False, exchange="a2a"
+    ranks, model, expected, layout, count, detach=False, recompute=False, fields=None, **options
 ):
     loss, gradients = expected(detach)
-    fields = TRAINED | {"mtp_detach_heads": detach, "cp_comm_type": exchange}
-    results = ranks.run(count, train, model, layout, fields, recompute)
+    fields = TRAINED | {"mtp_detach_heads": detach} | (fields or {})
+    results = ranks.run(count, train, model, layout, fields, recompute, **options)
     found = assembled([part for _, parts in results for part in parts])
     for metrics, parts in results:
         assert metrics[0]["mtp_loss"] == pytest.approx(loss, rel=1e-5)

@@ -53,7 +53,7 @@ def machine(monkeypatch):
         (True, False, "auto", torch.bfloat16, "torch"),
         (False, True, "auto", torch.bfloat16, "torch"),
         *((True, True, kernels, torch.bfloat16, kernels) for kernels in ("torch", "transformer_engine")),
-        *((True, True, kernels, torch.float32, kernels) for kernels in ("torch", "transformer_engine")),
+        (True, True, "torch", torch.float32, "torch"),
     ],
 )
 def test_kernels_are_requested_or_with_auto_transformer_engines_for_bfloat16_on_gpus(
@@ -71,6 +71,15 @@ def test_transformer_engine_where_it_cannot_run_is_refused_with_the_reason(machi
     machine(gpu, False)
     with pytest.raises(UserError, match=rf"^model.kernels: Transformer Engine {message}"):
         resolve_kernels("transformer_engine", torch.bfloat16)
+
+
+def test_transformer_engine_in_float32_is_refused(machine):
+    """Its products would be TensorFloat-32."""
+    machine(True, True)
+    with pytest.raises(
+        UserError, match=r"^model.kernels: .* float32 .* 10 bits .* Set model.kernels=auto or torch, or"
+    ):
+        resolve_kernels("transformer_engine", torch.float32)
 
 
 @pytest.mark.parametrize(

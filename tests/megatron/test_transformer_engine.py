@@ -6,7 +6,10 @@ Transformer Engine's Python and megatron-core's are real, the compiled extension
 import inspect
 import os
 import re
+import sys
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
@@ -23,7 +26,8 @@ from tests.helpers.tiny_models import SPARSE, VARIANTS, nightly, oracle, rows_fo
 from tests.megatron.built_parameters import differences
 from tests.megatron.layout_models import LOW_RANK_QUERIES
 from tests.megatron.training import OPTIMIZER, assert_equal, one_rank, train, train_in_plain_torch, update
-from verl_mg.config import MegatronConfig
+from verl_mg import device
+from verl_mg.config import MegatronConfig, TrainableConfig
 from verl_mg.config.roles import RecomputeModule
 from verl_mg.layout import Layout
 from verl_mg.megatron.model_runner import MegatronRunner
@@ -106,21 +110,123 @@ def attended(latent, window, scaling, shares=False):
     return results
 
 
-def attention_modules(configs, capability):
-    """Names of the classes of attention of two families on a GPU."""
+def attention_modules(configs, capability, deterministic=False, path=(), flash_attention_2=False):
+    """Names of the classes of attention of families on a GPU; path: further folders of packages."""
     from verl_mg.megatron import transformer_engine_spec
 
-    with mock.patch.object(torch.cuda, "get_device_capability", lambda *_: capability):
+    with pytest.MonkeyPatch.context() as patch, determinism(deterministic):
+        patch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        patch.setattr(sys, "path", [*path, *sys.path])
+        patch.delitem(sys.modules, "flash_attn", raising=False)  # another library may have left None there
+        patch.setattr(transformer_engine_spec.FlashAttentionUtils, "is_installed", flash_attention_2)
         specs = [transformer_engine_spec.block_spec(config, range(1)).layer_specs[0] for config in configs]
     return [spec.submodules.self_attention.submodules.core_attention.module.__name__ for spec in specs]
 
 
+@contextmanager
+def determinism(enabled):
+    """Deterministic kernels as in a job, or not."""
+    with mock.patch.dict(os.environ):
+        if enabled:
+            device.compute_deterministically()
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+OF_TRANSFORMER_ENGINE, OF_TORCH = ["FusedAttention", "FusedMLA"], ["PackedAttention", "PackedMLA"]
+
+
 @pytest.mark.parametrize(
-    ("capability", "expected"), [((9, 0), ["FusedAttention", "FusedMLA"]), ((8, 0), ["PackedAttention", "PackedMLA"])]
+    ("capability", "deterministic", "flash_attention_2", "expected"),
+    [
+        ((9, 0), False, False, OF_TRANSFORMER_ENGINE),
+        ((8, 0), False, False, OF_TORCH),
+        ((8, 0), False, True, OF_TRANSFORMER_ENGINE),
+        ((9, 0), True, True, OF_TORCH),
+        ((10, 0), True, False, OF_TORCH),
+    ],
 )
-def test_attention_before_hopper_is_that_of_torch(transformer_engine, configs, capability, expected):
+def test_attention_before_hopper_or_deterministic_is_that_of_torch(
+    transformer_engine, configs, tmp_path, capability, deterministic, flash_attention_2, expected
+):
+    """FlashAttention 4 is a part of a package without files, `flash_attn`, and has no kernel before Hopper either."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     families = [configs["qwen2"], configs["deepseek_v3"]]
-    assert transformer_engine.run(1, attention_modules, families, capability) == [expected]
+    arguments = families, capability, deterministic, (str(tmp_path),), flash_attention_2
+    assert transformer_engine.run(1, attention_modules, *arguments) == [expected]
+
+
+MULTIPROCESSORS = 132  # of an H100
+SIZES = {"0.6B": (16, 8), "1.7B": (16, 8), "8B": (32, 8)}  # heads and heads of keys of Qwen3, of 128 elements each
+TOKENS = TrainableConfig.model_fields["tokens_per_micro_batch"].default
+LONGEST = (256, 1024, 2048, 8192)
+
+
+class AskedError(Exception):
+    """The memory in bytes that a kernel asks for in its backward pass, besides inputs and outputs."""
+
+
+def of_transformer_engine(given, choose):
+    """Its own choice for deterministic passes, and its figure for cuDNN (`SM90_DET_FUSED_THD_BWD_MAX_BHSS`)."""
+    choice = choose(given)
+    assert given.deterministic and given.is_training and given.qkv_layout.startswith("thd")
+    if choice[2]:  # cuDNN
+        raise AskedError(128 * given.batch_size * given.num_heads * given.max_seqlen_q * given.max_seqlen_kv)
+    return choice
+
+
+def of_torch(query, key, value, sequences, scores):
+    """As `mha_varlen_bwd` of torch's flash_api.cpp allocates: sums of the queries' gradients, one for each group of
+    blocks that is added up in order, and gradients of keys and values of each head."""
+    assert torch.are_deterministic_algorithms_enabled() and query.dtype is torch.bfloat16
+    (total, heads, width), rows = query.shape, len(sequences.lengths)
+    padded = total + 128 * rows
+    groups = -(-MULTIPROCESSORS // (rows * heads))
+    repeated = 2 * key.shape[0] * heads * width * 2 if key.shape[1] < heads else 0
+    raise AskedError(4 * padded * heads * (groups * width + 1) + repeated)
+
+
+def workspaces(config, fused):
+    """Bytes that attention asks for in a deterministic job on an H100, by longest row; `fused`: that of Transformer
+    Engine, otherwise that of the layers."""
+    from transformer_engine.pytorch.attention.dot_product_attention import utils
+
+    from verl_mg.megatron.packed_sequences import describe_sequences
+    from verl_mg.megatron.transformer_engine_spec import FusedAttention, block_spec
+    from verl_mg.training import packed_attention
+
+    found, cudnn = [], utils.FusedAttnBackend.F16_arbitrary_seqlen.value
+    with determinism(True), pytest.MonkeyPatch.context() as patch:
+        spec = block_spec(config, range(1)).layer_specs[0].submodules.self_attention.submodules.core_attention
+        patch.setenv("NVTE_UNFUSED_ATTN", "0")
+        patch.setattr(
+            utils, "get_attention_backend", partial(of_transformer_engine, choose=utils.get_attention_backend)
+        )
+        patch.setattr(utils, "get_device_compute_capability", lambda: (9, 0))
+        patch.setattr(utils, "get_cudnn_version", lambda: (9, 24, 0))
+        patch.setattr(utils, "_get_fused_attn_backend", lambda **_: (cudnn, ""))  # it has a kernel for such rows
+        patch.setattr(packed_attention, "_with_ragged_kernel", of_torch)
+        for longest in LONGEST:
+            packed = describe_sequences(torch.full((TOKENS // longest,), longest), torch.tensor([1.0]), 1.0)
+            query, key = (torch.zeros(TOKENS, n, 128, dtype=torch.bfloat16) for n in (config.heads, config.kv_heads))
+            packed.cp_group = dist.group.WORLD
+            module = (FusedAttention if fused else spec.module)(SimpleNamespace(softmax_scale=None))
+            with pytest.raises(AskedError) as asked:
+                module._attend(query, key, key, packed)
+            found += asked.value.args
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_attention_of_deterministic_jobs_asks_for_less_than_a_gibibyte(transformer_engine, configs, size):
+    """For a default micro-batch, also of a single row. cuDNN would ask for more where Transformer Engine chooses it."""
+    heads, kv_heads = SIZES[size]
+    config = replace(configs["qwen3"], heads=heads, kv_heads=kv_heads, head_dim=128)
+    (chosen,) = transformer_engine.run(1, workspaces, config, False)
+    assert len(chosen) == len(LONGEST) and max(chosen) < 2**30
+    (fused,) = transformer_engine.run(1, workspaces, config, True)
+    gibibytes = [asked / 2**30 for asked in fused]
+    assert gibibytes[:3] == [heads / 16 * each for each in (4, 16, 32)] and gibibytes[3] < 1  # 2**30 pairs: not cuDNN
 
 
 @pytest.mark.parametrize(
@@ -185,27 +291,69 @@ def test_shape_without_a_kernel_of_transformer_engine_leaves_others_theirs(trans
     assert transformer_engine.run(1, calls_of_two_shapes) == [2]
 
 
+LINEAR_WEIGHT = re.compile(r"(linear_\w+|output_layer)\.weight\d*$")
+"""Names of the weights of linear layers, one for each expert, and of an output layer that is not the embedding."""
+
+
 def written_by_products(model, batch):
-    """Weights of linear layers, and those of them whose float32 gradient is the output of a matrix product."""
+    """Weights of linear layers and of the output layer; those whose gradient a matrix product has added to its buffer;
+    and those of which DDP knows that it is there, after an update with two micro-batches."""
     import transformer_engine_torch
 
-    runner = megatron_runner(model, kernels="transformer_engine")
-    trainer, outputs, product = MegatronTrainer(runner, OPTIMIZER), set(), transformer_engine_torch.generic_gemm
+    from verl_mg.training import logprobs
 
-    def recorded(*arguments, **named):
-        outputs.update([arguments[4].data_ptr()] if arguments[4] is not None else [])
-        return product(*arguments, **named)
+    runner = megatron_runner(model, **options(model))
+    trainer, buffers = MegatronTrainer(runner, OPTIMIZER), set()
 
-    with mock.patch.object(transformer_engine_torch, "generic_gemm", recorded):
+    def recorded(product, place):
+        def called(*arguments, **named):
+            given = arguments[place] if isinstance(arguments[place], list) else [arguments[place]]
+            buffers.update(tensor.data_ptr() for tensor in given if tensor is not None)
+            return product(*arguments, **named)
+
+        return called
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, place in (
+            (transformer_engine_torch, "generic_gemm", 4),
+            (transformer_engine_torch, "te_general_grouped_gemm", 4),
+            (logprobs, "wgrad_gemm_accum_fp32", 2),
+        ):
+            patch.setattr(module, name, recorded(getattr(module, name), place))
         update(trainer, [batch, batch], batch)
-    linear = {name: weight for name, weight in runner.parameters().items() if re.search(r"linear_\w+\.weight$", name)}
-    return sorted(linear), sorted(name for name, weight in linear.items() if weight.main_grad.data_ptr() in outputs)
+    tied = runner.chunks[0].share_embeddings_and_output_weights
+    weights = {name: weight for name, weight in runner.parameters().items() if weight.requires_grad}
+    linear = {name for name in weights if LINEAR_WEIGHT.search(name) or (tied and "word_embeddings" in name)}
+    written = {name for name, weight in weights.items() if weight.main_grad.data_ptr() in buffers}
+    marked = {name for name, weight in weights.items() if getattr(weight, "grad_added_to_main_grad", False)}
+    return linear, written, marked
 
 
-def test_weight_gradients_are_accumulated_by_their_matrix_products(transformer_engine, families):
+@pytest.mark.parametrize("name", ["qwen2", "deepseek_v3", *nightly("qwen3", "qwen3_moe", "gemma2")])
+def test_weight_gradients_are_added_to_their_buffers_by_matrix_products(transformer_engine, families, name):
+    """Those of an output layer too, tied to the embedding as of Qwen2 or not, and those of each expert."""
+    model = families[name]
+    ((linear, written, marked),) = transformer_engine.run(1, written_by_products, model, rows_for(model))
+    assert len(linear) > 2 * 4 and written == marked == linear
+
+
+def gradient_by_chunks(model, batch, kernels):
+    """Gradient of the output layer of a model in bfloat16, after one micro-batch in several chunks of logits."""
+    from verl_mg.training import logprobs
+
+    runner = megatron_runner(model, dtype=torch.bfloat16, kernels=kernels)
+    with mock.patch.object(logprobs, "CHUNK_BYTES", {"cpu": 2**11}):
+        unclipped = OPTIMIZER.model_copy(update={"clip_grad": 0.0})
+        update(MegatronTrainer(runner, unclipped), [batch], batch)
+    return runner.chunks[0].output_weight().main_grad.clone()
+
+
+def test_gradient_of_an_output_layer_in_bfloat16_is_not_rounded(transformer_engine, families):
+    """As with torch's kernels: chunks are summed in the float32 buffer, which is not a copy of a sum in bfloat16."""
     model = families["qwen3"]
-    ((linear, written),) = transformer_engine.run(1, written_by_products, model, rows_for(model))
-    assert len(linear) == 2 * 4 and written == linear
+    for kernels in ("transformer_engine", "torch"):
+        (gradient,) = transformer_engine.run(1, gradient_by_chunks, model, rows_for(model), kernels)
+        assert gradient.any() and not torch.equal(gradient, gradient.bfloat16().float()), kernels
 
 
 BF16_LAYERS = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
@@ -320,6 +468,22 @@ def test_exchange_of_keys_missing_in_the_kernels_is_refused(transformer_engine, 
     spec = ModelSpec(Path(), torch.bfloat16, kernels=kernels, megatron=fields)
     (said,) = transformer_engine.run(1, refusal, transformer_config, configs[name], Layout(cp=2), spec)
     assert said.startswith(f"megatron.transformer.cp_comm_type={kind}: ") and message in said
+
+
+def refusal_of_deterministic(*arguments):
+    with determinism(True):
+        return refusal(transformer_config, *arguments)
+
+
+def test_exchange_of_keys_by_p2p_in_deterministic_job_is_refused(transformer_engine, configs):
+    """Attention is torch's there, which gathers keys and values."""
+    fields = MegatronConfig(transformer={"cp_comm_type": "p2p"})
+    spec = ModelSpec(Path(), torch.bfloat16, kernels="transformer_engine", megatron=fields)
+    (said,) = transformer_engine.run(1, refusal_of_deterministic, configs["qwen2"], Layout(cp=2), spec)
+    assert said == (
+        "megatron.transformer.cp_comm_type=p2p: with job.deterministic attention is torch's, without it. "
+        "Write a2a or all_gather."
+    )
 
 
 def resumed_with_transformer_engine(model, batch):

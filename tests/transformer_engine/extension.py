@@ -175,6 +175,7 @@ def module(version: str) -> ModuleType:
         setattr(built, kind.__name__, kind)
     built.get_cudnn_version = lambda: 91200  # type: ignore[attr-defined]
     built.get_cublasLt_version = lambda: 130000  # type: ignore[attr-defined]
+    built.get_fused_attn_backend = lambda _: (-1, "no kernel of cuDNN")  # type: ignore[attr-defined]
     built.get_num_cublas_streams = lambda: 1  # type: ignore[attr-defined]
     for function in (
         *(generic_gemm, te_general_grouped_gemm, rmsnorm_fwd, rmsnorm_bwd),

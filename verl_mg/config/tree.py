@@ -32,8 +32,9 @@ class ModelConfig(ConfigSection):
     """Type of the weights in training and generation, for roles whose `dtype` is null. Master weights and moments of
     bfloat16 are float32."""
     kernels: Literal["auto", "transformer_engine", "torch"] = "auto"
-    """Kernels of training. transformer_engine: NVIDIA's Transformer Engine, which must be installed. torch: torch's,
-    on GPUs and CPUs. auto: Transformer Engine for bfloat16 on GPUs where it is installed, otherwise torch."""
+    """Kernels of training. transformer_engine: NVIDIA's Transformer Engine, which must be installed, for bfloat16.
+    torch: torch's, on GPUs and CPUs. auto: Transformer Engine for bfloat16 on GPUs where it is installed, otherwise
+    torch."""
 
 
 class FsdpConfig(ConfigSection):
@@ -86,8 +87,8 @@ class JobConfig(ConfigSection):
     console: bool = True
     """Print a line per iteration."""
     deterministic: bool = False
-    """Use only deterministic kernels and assign samples to engines statically, so that a run is bitwise repeatable.
-    Slower."""
+    """Use only deterministic kernels, of which attention is torch's, and assign samples to engines statically, so that
+    a run is bitwise repeatable. Slower."""
     heartbeat_timeout_s: float = Field(60.0, gt=0)
     """Seconds without a heartbeat of a rank after which the job ends and names the rank."""
     stall_timeout_s: float = Field(3600.0, ge=0)

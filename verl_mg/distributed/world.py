@@ -103,11 +103,13 @@ class World:
 
 
 def init_process_group(store: Store, rank: int, size: int) -> None:
-    """Initializes the default process group on this rank's device; with GPUs, NCCL's communicator of all ranks too.
+    """Initializes the default process group and this rank's device; with GPUs, NCCL's communicator of all ranks too.
 
     NCCL creates it in the first collective that all ranks enter. The first use would otherwise be the messages of a
     weight sync, in which some ranks have none: the others would wait for them forever.
     """
+    # Also for models in bfloat16: what is float32 in them, such as scores of experts, needs its precision.
+    device.compute_in_float32()
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(device.current_device())

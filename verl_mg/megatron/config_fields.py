@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.util
 from collections.abc import Callable, Mapping
 from enum import Enum
 from fnmatch import fnmatchcase
@@ -22,6 +21,7 @@ from pydantic import PlainValidator, TypeAdapter, ValidationError
 
 from verl_mg.config.reference import in_words
 from verl_mg.errors import UserError
+from verl_mg.library import is_installed
 from verl_mg.megatron.core_version import VERSION
 
 Refusals = dict[str, str]  # {pattern of field names: reason and remedy}
@@ -173,9 +173,7 @@ DTYPES = {
     **dict.fromkeys(("uint8", "fp8"), torch.uint8),  # as Transformer Engine's optimizer names 8-bit moments
 }
 """Data types by their names in torch and in megatron-core."""
-APEX = "fused_weight_gradient_mlp_cuda"  # kernel of Apex, for layers without Transformer Engine
 PACKAGES = {
-    ("gradient_accumulation_fusion", True): APEX,
     ("moe_enable_deepep", True): "deep_ep",
     ("moe_flex_dispatcher_backend", "deepep"): "deep_ep",
     ("moe_flex_dispatcher_backend", "hybridep"): "deep_ep",
@@ -221,10 +219,7 @@ def check_values(given: Mapping[str, Any], transformer_engine: bool) -> None:
         if choice in REFUSED_VALUES:
             raise UserError(f"{key}={value}: {REFUSED_VALUES[choice]}.")
         package = PACKAGES.get(choice)
-        # Transformer Engine's layers have such a kernel themselves.
-        if transformer_engine and package == APEX:
-            continue
-        if package and importlib.util.find_spec(package) is None:
+        if package and not is_installed(package):
             raise UserError(f"{key}={value}: the package {package} is not installed. Install it, or leave the key out.")
 
 

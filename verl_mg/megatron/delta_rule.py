@@ -9,7 +9,6 @@ On GPUs in half precision the kernels of flash-linear-attention compute this whe
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl_mg.device import copy_to
+from verl_mg.library import is_installed
 from verl_mg.training.microbatch import positions_of
 
 CHUNK = 64  # tokens whose states are computed together, as in the kernels of flash-linear-attention
@@ -30,7 +30,7 @@ def has_fused_kernels(x: Tensor) -> bool:
         x.device.type == "cuda"
         and x.dtype in (torch.float16, torch.bfloat16)
         and not torch.are_deterministic_algorithms_enabled()
-        and importlib.util.find_spec("fla") is not None
+        and is_installed("fla")
     )
 
 

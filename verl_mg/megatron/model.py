@@ -156,7 +156,6 @@ def build_chunks(weights: WeightTable, groups: ParallelGroups, spec: ModelSpec) 
             (layer,) = block_spec(weights.config, behind, spec.kernels).layer_specs
             model.add_multi_token_layer(layer, groups, spec.megatron)
         _mark_experts(model)
-        _accumulate_gradients(model)
         chunks.append(model.to(device.current_device()))
     return chunks
 
@@ -169,14 +168,6 @@ def _mark_experts(model: PackedModel) -> None:
     for name, weight in model.named_parameters():
         if "experts" in name.split("."):
             weight.allreduce = False  # type: ignore[attr-defined]
-
-
-def _accumulate_gradients(model: PackedModel) -> None:
-    """Makes Transformer Engine's linear layers add weight gradients to DDP's float32 buffers in their kernels."""
-    # megatron-core's field for it would require Apex as well, for its own linear layers.
-    for module in model.modules():
-        if hasattr(module, "fuse_wgrad_accumulation"):
-            module.fuse_wgrad_accumulation = True
 
 
 def chunks_by_prefix(chunks: list[PackedModel]) -> dict[str, PackedModel]:

@@ -61,6 +61,8 @@ def transformer_config(c: HFConfig, layout: Layout, spec: ModelSpec) -> Transfor
         **_experts(c, layout),
         **_parallelism(c, layout),
         **_kernels(c, spec.kernels),
+        # Matrix products add weight gradients to DDP's float32 buffers; Apex is not needed, see `core_version`.
+        "gradient_accumulation_fusion": True,
         "params_dtype": spec.dtype,
         "pipeline_dtype": spec.dtype,
         "bf16": spec.dtype is torch.bfloat16,
@@ -140,6 +142,8 @@ def _check_exchange(c: HFConfig, kernels: Kernels, kind: Any) -> None:
         return
     if kernels == "torch":
         raise UserError(f"{key}: it needs the kernels of Transformer Engine. Write a2a or all_gather.")
+    if torch.are_deterministic_algorithms_enabled():
+        raise UserError(f"{key}: with job.deterministic attention is torch's, without it. Write a2a or all_gather.")
     if c.attention_softcap or any(c.window(layer) for layer in range(c.layers)):
         raise UserError(f"{key}: it has neither windows nor a softcap, which the model has. Write a2a or all_gather.")
 
@@ -167,8 +171,7 @@ def _kernels(c: HFConfig, kernels: Kernels) -> Fields:
         from verl_mg.megatron import transformer_engine_spec
 
         return transformer_engine_spec.config_fields(c)
-    # The kernel for it is torch's product, see `core_version`, not Apex's.
-    return {"transformer_impl": "local", "gradient_accumulation_fusion": True}
+    return {"transformer_impl": "local"}
 
 
 def _model_fields(c: HFConfig) -> Fields:
@@ -313,21 +316,20 @@ def _norms_inside_attention(c: HFConfig) -> bool:
 
 def resolve_kernels(setting: Literal["auto", Kernels], dtype: torch.dtype, model: HFConfig | None = None) -> Kernels:
     """Returns the kernels of a model."""
-    # With `auto` they are Transformer Engine's for bfloat16 on GPUs where it is installed. It multiplies float32
-    # matrices in TensorFloat-32, which has 10 bits of precision: models in float32 use torch's kernels unless it is
-    # requested.
-    if setting == "torch":
-        return "torch"
-    problem = _problem(model)
-    if setting == "auto":
-        return "torch" if problem or dtype is torch.float32 else "transformer_engine"
-    if problem:
+    # With `auto` they are Transformer Engine's where it can be used.
+    problem = _problem(model, dtype)
+    if setting == "transformer_engine" and problem:
         raise UserError(f"model.kernels: {problem}")
-    return "transformer_engine"
+    return "torch" if setting == "torch" or problem else "transformer_engine"
 
 
-def _problem(model: HFConfig | None) -> str | None:
+def _problem(model: HFConfig | None, dtype: torch.dtype) -> str | None:
     """Returns why Transformer Engine cannot be used, with the remedy; None where it can."""
+    if dtype is torch.float32:
+        return (
+            "Transformer Engine multiplies float32 matrices in TensorFloat-32, which has 10 bits of precision. Set "
+            "model.kernels=auto or torch, or model.dtype=bfloat16."
+        )
     if model and (model.attention_sinks or model.indexer):
         missing = "attention sinks and no biases of experts" if model.attention_sinks else "sparse attention"
         return (

@@ -8,13 +8,12 @@ products, and add weight gradients to the float32 buffers themselves. Routing an
   `megatron.transformer.cp_comm_type` it exchanges keys and values itself.
 
 Where its kernels are missing a feature, attention is torch's: float32, a softcap, micro-batches whose rows share
-prefixes, GPUs before Hopper without FlashAttention, and a cuDNN for which it has no kernel. There it would pad rows and
-multiply whole matrices.
+prefixes, deterministic jobs, GPUs before Hopper without FlashAttention 2, and a cuDNN for which it has no kernel. There
+it would pad rows and multiply whole matrices, or need memory of the square of the rows' length.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
 from functools import cache, partial
@@ -34,6 +33,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 from transformer_engine.pytorch import DotProductAttention
+from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
 from verl_mg.megatron.attention import PackedAttention
@@ -99,9 +99,18 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
 
 
 def has_packed_attention() -> bool:
-    """Returns whether Transformer Engine has a kernel for packed rows: cuDNN's from Hopper on, or FlashAttention's."""
-    # Otherwise it would compute the attention of padded rows by matrix products.
-    return torch.cuda.get_device_capability() >= (9, 0) or importlib.util.find_spec("flash_attn") is not None
+    """Returns whether Transformer Engine has a kernel for packed rows: cuDNN's from Hopper on, or FlashAttention 2."""
+    # GPU: with Transformer Engine attention in bfloat16 is cuDNN's from Hopper on, in deterministic jobs torch's.
+    # GPU-TEST: tests/megatron/test_transformer_engine.py::
+    # test_attention_of_deterministic_jobs_asks_for_less_than_a_gibibyte
+    # GPU-RAN: not yet
+    # The deterministic backward pass of cuDNN needs 128 bytes for each pair of tokens and each head on a Hopper: 32 GiB
+    # for four rows of 2,048 tokens and 16 heads. The memory of torch's grows with the tokens only.
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    # Otherwise it would compute the attention of padded rows by matrix products. Its own record, because FlashAttention
+    # 4, whose kernels need a Hopper, is a part of a package named `flash_attn` too.
+    return torch.cuda.get_device_capability() >= (9, 0) or FlashAttentionUtils.is_installed
 
 
 class FusedAttention(PackedAttention):

@@ -19,7 +19,6 @@ of the heads:
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -33,6 +32,7 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention.flex_attention import BlockMask
 
+from verl_mg.library import is_installed
 from verl_mg.training.flex_attention import attend_with_block_mask, block_mask
 
 
@@ -116,10 +116,9 @@ def attend_where(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sco
     Query (n, heads, L, d), key (n, kv_heads, K, d), value (n, kv_heads, K, d_v) and visible (L, K) bool, the same for
     all n sequences -> (n, heads, L, d_v).
     """
+    key, value = _with_heads_of(query, key, value)
     if scores.are_plain:
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scores.scale, enable_gqa=True)
-    repeat = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scores.scale)
     products = query @ key.mT * (query.shape[3] ** -0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
         products = scores.softcap * torch.tanh(products / scores.softcap)
@@ -132,17 +131,24 @@ def attend_where(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, sco
     return shares.to(value.dtype) @ value
 
 
+def _with_heads_of(query: Tensor, *others: Tensor) -> list[Tensor]:
+    """Repeats the heads of keys and values, their dimension 1, until there are as many as of the query."""
+    # The kernel for float32 on GPUs has no grouped queries: torch would multiply matrices of all pairs of tokens.
+    repeats = [query.shape[1] // other.shape[1] for other in others]
+    return [x if n == 1 else x.repeat_interleave(n, dim=1) for x, n in zip(others, repeats, strict=True)]
+
+
 def _with_ragged_kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     """Computes `attend` by torch's variable-length kernel, for plain scores."""
     from torch.nn.attention.varlen import varlen_attn
 
     left_window = -1 if scores.window is None else scores.window - 1
     options: dict[str, Any] = {"scale": scores.scale, "window_size": (left_window, 0)}
-    repeat, width = query.shape[1] // key.shape[1], value.shape[2]
-    if repeat > 1 and "enable_gqa" in signature(varlen_attn).parameters:
-        options["enable_gqa"] = True
-    elif repeat > 1:  # torch 2.11, whose kernel has no grouped queries
-        key, value = key.repeat_interleave(repeat, dim=1), value.repeat_interleave(repeat, dim=1)
+    width = value.shape[2]
+    if "enable_gqa" in signature(varlen_attn).parameters:
+        options["enable_gqa"] = query.shape[1] > key.shape[1]
+    else:  # torch 2.11, whose kernel has no grouped queries
+        key, value = _with_heads_of(query, key, value)
     # Zeros beyond the width add nothing to the other elements of the result, and are cut off.
     if not takes_value_width(query.shape[2], width):
         value = F.pad(value, (0, query.shape[2] - width))
@@ -162,7 +168,8 @@ def _run_by_run(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences,
         q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in heads)  # (count, heads, length, d)
         bounded = scores.window is not None and scores.window < keys
         if scores.are_plain and not bounded and length == keys:
-            context = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale, enable_gqa=True)
+            k, v = _with_heads_of(q, k, v)
+            context = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale)
         else:
             visible = torch.ones(length, keys, dtype=torch.bool, device=q.device).tril(keys - length)
             if scores.window is not None:
@@ -181,8 +188,11 @@ def use_fastest_kernels() -> None:
     """Activates FlashAttention-3 in this process where the GPU is a Hopper and the package is installed."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return
+    # Some of its versions ignore that the backward pass is to be deterministic, others where heads have 256 elements.
+    if torch.are_deterministic_algorithms_enabled():
+        return
     known = IMPLEMENTATION in attention.list_flash_attention_impls()
-    if known and attention.current_flash_attention_impl() is None and importlib.util.find_spec(PACKAGE):
+    if known and attention.current_flash_attention_impl() is None and is_installed(PACKAGE):
         attention.activate_flash_attention_impl(IMPLEMENTATION)
 
 

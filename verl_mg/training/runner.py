@@ -121,8 +121,6 @@ class Runner(OnRanks, ABC):
     def __init__(self, spec: ModelSpec, groups: RoleGroups, timer: PhaseTimer | None) -> None:
         self.spec, self.dtype, self.timer = spec, spec.dtype, timer or PhaseTimer()
         self.placement, self.host_group, self.dynamic_cp = groups.placement, groups.host_group, groups.dynamic_cp
-        if self.dtype == torch.float32:
-            device.compute_in_float32()
         self.coordinates: Coordinates | None = self.placement.coordinates(dist.get_rank())
 
     def stage(self, pp_rank: int) -> Stage:
