@@ -30,7 +30,7 @@ FLOAT32, HALF, COARSE = 1e-3, 0.05, 0.2  # nats; 0.0044 was measured in bfloat16
 
 @dataclass(frozen=True)
 class Precision:
-    """What decides how close the log-probs of engine and trainer can be."""
+    """Settings and device on which it depends how close the log-probs of engine and trainer can be."""
 
     dtype: torch.dtype
     wire: str

@@ -111,7 +111,8 @@ class RolloutSource(ABC):
             num_samples: samples of each prompt.
 
         Raises:
-            UserError: samples are generated in advance, and `prompts` differ from `job.prompts.next_batch`.
+            UserError: samples are generated in advance, and `prompts` differ from `job.prompts.next_batch`; or the
+                first samples after a start differ from the trainer by more than `rollout.max_mismatch`.
         """
 
     @abstractmethod
