@@ -23,8 +23,10 @@ from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.rollout.engine_group import WrapEngine
 from verl_mg.rollout.mismatch_check import MismatchCheck, Precision, largest_mismatch
+from verl_mg.run.loop import FULL_RUN, RunMode
 
 WRONG_SAMPLE, WRONG_TOKEN, ERROR = 3, 2, 5.0
+SAMPLES = 10  # of an iteration of `tests.run.jobs.job`
 MESSAGE = re.compile(
     r"rollout\.max_mismatch=0\.001: log-probs of engine and trainer differ by (?P<mean>\S+) nats on average over the "
     r"first (?P<tokens>\d+) tokens, more than 0\.001\. The worst sample, sample_id (?P<sample>\d+) of the prompt "
@@ -54,7 +56,7 @@ def iteration(job, cfg):
 
 
 class WrongLogprob(EngineWrapper):
-    """Reports one token of one sample with another log-prob."""
+    """Reports one token of one sample of each iteration with another log-prob."""
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         self._engine.submit(requests, sampling)
@@ -64,7 +66,7 @@ class WrongLogprob(EngineWrapper):
 
     def _changed(self, sample: Sample) -> Sample:
         logprobs = list(sample.logprobs)
-        if sample.id == WRONG_SAMPLE:
+        if sample.id % SAMPLES == WRONG_SAMPLE:
             logprobs[WRONG_TOKEN] -= ERROR
         return replace(sample, logprobs=tuple(logprobs))
 
@@ -79,7 +81,12 @@ def inputs(tmp_path_factory):
 
 
 def refused(
-    recipe: str, inputs: Path, output: Path, overrides: list[str], wrap: WrapEngine = WrongLogprob
+    recipe: str,
+    inputs: Path,
+    output: Path,
+    overrides: list[str],
+    wrap: WrapEngine = WrongLogprob,
+    mode: RunMode = FULL_RUN,
 ) -> tuple[str, list[str]]:
     """The error of a job with a wrong engine, and the optimizer steps that were requested before."""
     requested, message = [], ""
@@ -89,7 +96,7 @@ def refused(
             "verl_mg.roles.models.TrainableRole.update", lambda role, *_, **__: requested.append(role.name) or {}
         )
         try:
-            job(recipe, inputs, output, ["rollout.max_mismatch=0.001", *overrides])
+            job(recipe, inputs, output, ["rollout.max_mismatch=0.001", *overrides], mode)
         except UserError as error:
             message = str(error)
     return message, requested
@@ -124,6 +131,27 @@ def test_wrong_logprob_in_a_segment_of_an_agent_names_its_row(ranks, inputs, tmp
 
 def split(engine, decode):
     return SplittingEngine(WrongLogprob(engine), decode)
+
+
+def test_wrong_logprob_after_a_resume_ends_the_job_before_an_update(ranks, inputs, tmp_path):
+    """The engine of the first start was right."""
+    run = tmp_path / "run"
+    ranks.run(2, job, "grpo", inputs, run, ["job.iterations=1", "checkpoint.every=1", "rollout.max_mismatch=0.001"])
+    before = sorted(path.name for path in (run / "checkpoints").rglob("*"))
+    for message, requested in ranks.run(2, refused, "grpo", inputs, run, ["checkpoint.every=1"]):
+        found = MESSAGE.fullmatch(message)
+        assert found and requested == [] and int(found["sample"]) == SAMPLES + WRONG_SAMPLE
+    assert sorted(path.name for path in (run / "checkpoints").rglob("*")) == before != []
+    assert len(metrics_of(run)) == 1
+
+
+def test_rollout_alone_and_replay_compare_nothing(ranks, inputs, tmp_path):
+    alone = RunMode(learns=False)
+    ((message, requested),) = ranks.run(1, refused, "grpo", inputs, tmp_path / "run", [], WrongLogprob, alone)
+    assert message == "" and requested and len(metrics_of(tmp_path / "run")) == 3
+    replay = RunMode(replayed=f"{tmp_path / 'run'}@1")
+    ((message, requested),) = ranks.run(1, refused, "grpo", inputs, tmp_path / "again", [], WrongLogprob, replay)
+    assert message == "" and requested == ["actor"] and len(metrics_of(tmp_path / "again")) == 1
 
 
 @pytest.mark.parametrize("backend", ["megatron", "fsdp"])
