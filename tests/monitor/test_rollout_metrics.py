@@ -11,12 +11,14 @@ from verl_mg.batch import Batch
 from verl_mg.monitor.metrics import mismatch_metrics, rollout_metrics
 
 ROWS, VERSION = 11, 6
+LONG_ROWS = {2: 1030, 5: 2100}  # of these lengths
 
 
 def rows() -> Batch:
-    """Rows of 2 to 9 tokens with prompts of 1 or 2; the last row's answer is empty."""
+    """Rows of 2 to 9 tokens, and two long ones, with prompts of 1 or 2; the last row's answer is empty."""
     generator = torch.Generator().manual_seed(4)
     lengths = torch.randint(2, 10, (ROWS,), generator=generator)
+    lengths[list(LONG_ROWS)] = torch.tensor(list(LONG_ROWS.values()))
     total = int(lengths.sum())
     batch = Batch(lengths, {"tokens": torch.randint(1, 9, (total,), generator=generator)})
     prompts = torch.randint(1, 3, (ROWS,), generator=generator)
@@ -30,6 +32,19 @@ def rows() -> Batch:
     batch["policy_versions"] = torch.where(batch["loss_mask"], versions, -1)
     batch["truncated"] = torch.rand(ROWS, generator=generator) < 0.5
     return batch
+
+
+def differences_by_depth(batch: Batch) -> dict[str, list[float]]:
+    """Of each scored token, by its place in its row."""
+    found: dict[str, list[float]] = {"0-1k": [], "1k-2k": [], "2k-4k": []}
+    for row in range(ROWS):
+        old, rollout, scored = (
+            batch.row(name, row).tolist() for name in ("old_logprobs", "rollout_logprobs", "loss_mask")
+        )
+        for place, (a, b, is_scored) in enumerate(zip(old, rollout, scored, strict=True)):
+            if is_scored:
+                found["0-1k" if place < 1024 else "1k-2k" if place < 2048 else "2k-4k"].append(abs(a - b))
+    return found
 
 
 def by_hand() -> dict[str, float]:
@@ -58,6 +73,7 @@ def by_hand() -> dict[str, float]:
         "mismatch/trainer_perplexity": math.exp(-fmean(old)),
         "mismatch/effective_samples": fmean(ratios) ** 2 / fmean(r * r for r in ratios),
         "mismatch/correlation": correlation([math.exp(x) for x in old], [math.exp(x) for x in rollout]),
+        **{f"mismatch/by_depth/{name}": fmean(values) for name, values in differences_by_depth(batch).items()},
     }
 
 

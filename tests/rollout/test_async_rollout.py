@@ -27,6 +27,7 @@ ASYNC = [
     f"rollout.max_staleness={MAX_STALENESS}",
     "actor.layout=tp2",
     "rollout.num_ranks=1",
+    "rollout.max_mismatch=0.001",
     f"algorithm.prompts_per_iteration={PROMPTS}",
     f"algorithm.group_size={GROUP}",
     f"job.iterations={ITERATIONS}",

@@ -45,7 +45,7 @@ def train_by_each(folder: Path, overrides: list[str], engine: str, layouts: Sequ
 @pytest.mark.parametrize(
     ("architecture", "overrides"),
     [
-        ("qwen3_moe", ["rollout.replay_routing=true", "actor.offload=true"]),
+        ("qwen3_moe", ["rollout.replay_routing=true", "actor.offload=true", "rollout.max_mismatch=0.001"]),
         pytest.param("qwen3", ["rollout.sleep=false"], marks=pytest.mark.nightly),
     ],
 )

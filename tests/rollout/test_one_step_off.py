@@ -13,7 +13,7 @@ from verl_mg.monitor.metrics import mismatch_metrics, rollout_metrics
 from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 3, 6, 4
-OVERRIDES = ["rollout.mode=one_step_off", f"job.iterations={ITERATIONS}"]
+OVERRIDES = ["rollout.mode=one_step_off", f"job.iterations={ITERATIONS}", "rollout.max_mismatch=0.001"]
 
 
 def train_ahead(folder, engine):

@@ -3,19 +3,23 @@
 import math
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from verl_mg.algorithms import kl
 
 LARGEST = 300.0  # nats beyond which a difference counts as this: the square of exp(300) is still a float64
+DEPTHS = [2**power for power in range(10, 31)]
+"""Ends of the ranges of positions over which differences are averaged apart, in tokens: 1k, 2k, 4k and so on."""
 
 
-def statistics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+def statistics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, positions: Tensor) -> dict[str, float]:
     """Returns sums, and maxima under "max_…", that `merge` and `summarize` need of some tokens; {} for an empty mask.
 
     Args:
         old_logprobs, rollout_logprobs: (tokens,) nats, of the trainer and of the engine that sampled.
         mask: (tokens,) bool, true on scored tokens.
+        positions: (tokens,) int64, from 0 in the whole context, prompt included.
     """
     if not mask.any():
         return {}
@@ -26,9 +30,13 @@ def statistics(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> 
     sums |= {"ratio": ratio, "ratio_squared": ratio.square(), "old": old, "rollout": rollout}
     sums |= {"p": p, "q": q, "pp": p.square(), "qq": q.square(), "pq": p * q}
     maxima = {"max_abs": difference.abs(), "max_ratio": ratio}
+    depths = torch.bucketize(positions[mask], torch.tensor(DEPTHS, device=mask.device), right=True)
+    by_depth = {depth: sums["abs"][depths == depth] for depth in depths.unique().tolist()}
     return {
         "tokens": float(len(old)),
         **{name: float(values.sum()) for name, values in sums.items()},
+        **{f"tokens/{depth}": float(len(values)) for depth, values in by_depth.items()},
+        **{f"abs/{depth}": float(values.sum()) for depth, values in by_depth.items()},
         **{name: float(values.max()) for name, values in maxima.items()},
     }
 
@@ -56,7 +64,8 @@ def summarize(whole: Mapping[str, float]) -> dict[str, float]:
     nats (see `kl.penalty`); `rollout_perplexity`, `trainer_perplexity`, exp of the mean negative log-prob;
     `effective_samples`, (sum r)^2 / (n sum r^2), the share of the n tokens that would give the same variance had the
     trainer sampled them (Kish 1965); `correlation`, Pearson's, of the probabilities exp(old) and exp(rollout), absent
-    where one of them is the same for all tokens.
+    where one of them is the same for all tokens; `by_depth/1k-2k` and others, the mean of |d| over tokens at positions
+    of 1,024 to 2,047, for each range with tokens.
     """
     if not whole:
         return {}
@@ -77,4 +86,13 @@ def summarize(whole: Mapping[str, float]) -> dict[str, float]:
     if all(variance > 1e-12 * whole[xx] / n for variance, xx in zip(variances, ("pp", "qq"), strict=True)):
         covariance = whole["pq"] / n - whole["p"] * whole["q"] / n**2
         summary["correlation"] = covariance / math.sqrt(variances[0] * variances[1])
-    return summary
+    depths = sorted(int(name.removeprefix("tokens/")) for name in whole if name.startswith("tokens/"))
+    return summary | {
+        f"by_depth/{_range_of(depth)}": whole[f"abs/{depth}"] / whole[f"tokens/{depth}"] for depth in depths
+    }
+
+
+def _range_of(depth: int) -> str:
+    """Returns the positions of the number of a range: 0-1k, 1k-2k, ..., 512k-1024k, 1024k-2048k."""
+    first, end = (0, *DEPTHS)[depth], (*DEPTHS, 2 * DEPTHS[-1])[depth]
+    return f"{first // 1024}{'k' if first else ''}-{end // 1024}k"

@@ -25,6 +25,7 @@ from verl_mg.config.roles import (
     FrozenConfig,
     GuardConfig,
     LoraConfig,
+    MaxMismatch,
     OptimizerConfig,
     Recompute,
     ReferenceConfig,

@@ -66,6 +66,7 @@ from verl_mg.roles.teachers import Teachers
 from verl_mg.rollout.async_rollout import AsyncRollout
 from verl_mg.rollout.engine_group import InFlightEngineGroup, WrapEngine
 from verl_mg.rollout.groups import StalenessBound
+from verl_mg.rollout.mismatch_check import MismatchCheck, Precision
 from verl_mg.rollout.rollout import Rollout, RolloutSetup, RolloutSource
 from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.rows.samples import RolloutRecord
@@ -123,7 +124,7 @@ class RunningJob:
         self._multi_turn: MultiTurnEngine | None = None
         self._rollout: RolloutSource | None = None
         if "rollout" in roles:
-            self._rollout = self._build_rollout(records) if rollout is None else rollout()
+            self._rollout = self._build_rollout(records, learns) if rollout is None else rollout()
 
     # -- roles
 
@@ -387,7 +388,7 @@ class RunningJob:
         }
         return RewardRole(scorer, self.prompts, self.tokenizer, self.context, records, model, has_agents, of_sources)
 
-    def _build_rollout(self, records: list[RolloutRecord]) -> Rollout:
+    def _build_rollout(self, records: list[RolloutRecord], learns: bool) -> Rollout:
         config, model = self.config.rollout, self._model
         self._check_lengths(() if self._evaluates_only else self.prompts, model.max_positions)
         self._check_lengths(self.test_prompts or (), model.max_positions)
@@ -414,6 +415,8 @@ class RunningJob:
         if self.config.ends_at_strings:
             wrap = with_stop_strings(decode, wrap)
         engines = build_engine_group(self.config, self.actor, self.context, wrap, self.processor, decode)
+        precision = Precision.of(self.actor, self.config)
+        check = MismatchCheck(config.max_mismatch, precision, self.actor, self.prompts)
         setup = RolloutSetup(
             sampling=sampling,
             seed=self.config.job.seed,
@@ -422,6 +425,7 @@ class RunningJob:
             records=records,
             reward=self._reward,
             routed_shape=routed_shape(self.config.model.path) if config.replay_routing else None,
+            check=check if learns else None,
         )
         if config.mode == "async":
             assert isinstance(engines, InFlightEngineGroup)  # `check_engines` has refused others

@@ -228,7 +228,7 @@ def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
 def mismatch_metrics(batches: Sequence[Batch]) -> dict[str, float]:
     """Computes the difference of `old_logprobs` and `rollout_logprobs` over all ranks, which all call it."""
     parts = [
-        mismatch.statistics(batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"])
+        mismatch.statistics(batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"], batch.positions)
         for batch in batches
         if "old_logprobs" in batch and batch["old_logprobs"] is not batch["rollout_logprobs"]
     ]

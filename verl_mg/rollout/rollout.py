@@ -111,7 +111,8 @@ class RolloutSource(ABC):
             num_samples: samples of each prompt.
 
         Raises:
-            UserError: samples are generated in advance, and `prompts` differ from `job.prompts.next_batch`.
+            UserError: samples are generated in advance, and `prompts` differ from `job.prompts.next_batch`; or the
+                first samples after a start differ from the trainer by more than `rollout.max_mismatch`.
         """
 
     @abstractmethod
@@ -203,6 +204,8 @@ class RolloutSetup:
     """Scores samples while others are generated; None: nothing is scored."""
     routed_shape: tuple[int, int] | None = None
     """(layers, experts per token) of the experts that engines report; None: they report none."""
+    check: Callable[[Batch], None] | None = None
+    """Is called with the rows that `generate` is about to return, on all ranks, and may refuse them."""
 
 
 class Rollout(RolloutSource):
@@ -372,7 +375,9 @@ class Rollout(RolloutSource):
         return self._worker.take_counts() | (dict(engine.take_counts()) if engine else {})
 
     def _return(self, rows: GeneratedRows) -> Batch:
-        """Records rows that `generate` returns."""
+        """Checks and records rows that `generate` returns."""
+        if self._setup.check:
+            self._setup.check(rows.batch)
         self.train_batches.append(rows.batch)
         self.records.append(RolloutRecord.of(rows))
         return rows.batch
