@@ -71,6 +71,16 @@ if not linear_layers._grad_accum_fusion_available:
     MEGATRON.replace(linear_layers, _grad_accum_fusion_available=True)
 
 
+def gradient_kernel(module: nn.Module) -> str:
+    """Returns how the weight gradient of a linear layer is computed; "" for other modules."""
+    if (fused := getattr(module, "fuse_wgrad_accumulation", None)) is not None:
+        return "added to their buffers by Transformer Engine" if fused else "Transformer Engine's, then added"
+    if (fused := getattr(module, "gradient_accumulation_fusion", None)) is None:
+        return ""
+    by_torch = getattr(linear_layers, "fused_weight_gradient_mlp_cuda", None) is weight_gradients
+    return f"added to their buffers by {'torch' if by_torch else 'Apex'}" if fused else "torch's, then added"
+
+
 def _norm_on_device(
     chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, None]:

@@ -124,6 +124,21 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
     return common | place | dict(options.extra)
 
 
+def choices(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what an engine computes with, by arguments as passed, or as a started engine has resolved them."""
+
+    def value(name: str) -> str:
+        return str(arguments.get(name) or "auto")
+
+    parts = {
+        "attention": "attention_backend",
+        "experts": "moe_runner_backend",
+        "memory fraction": "mem_fraction_static",
+    }
+    graphs = "off" if arguments.get("disable_cuda_graph") else "on"
+    return {part: value(name) for part, name in parts.items()} | {"CUDA graphs": graphs}
+
+
 # Models and layouts that SGLang does not have on the CPU, or pads there, for which the weight table has no shards.
 ON_CPU_REFUSED: tuple[Refusal[EngineCase], ...] = (
     Refusal(lambda c: c.table.config.attention_sinks,
