@@ -1,4 +1,4 @@
-"""Libraries: which versions are installed, and those of which this project uses and replaces internals."""
+"""Installed versions, and libraries whose internals this project uses and replaces, for the versions it knows."""
 
 from __future__ import annotations
 

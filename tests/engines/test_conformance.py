@@ -66,6 +66,19 @@ def test_samples_have_the_logprobs_and_the_routing_of_transformers(engine, whole
             assert torch.equal(sample.routed_experts.long().sort(-1).values, experts.sort(-1).values)
 
 
+@of_processes
+def test_started_engine_says_what_it_has_made_of_its_arguments(started, mixtures):
+    """Not what it was passed: vLLM's workers choose their attention, SGLang's schedulers divide the memory."""
+    chosen, kind = started.chosen, started.kind
+    passed = kind.choices(kind.arguments(mixtures[0], started.options))
+    decided = {
+        "sglang": {"key-value cache": "4096 tokens"},
+        "vllm": {"attention": "CPU_ATTN", "memory fraction": "0.92"},
+    }
+    assert chosen == passed | decided[kind.name] and chosen != passed
+    assert chosen["CUDA graphs"] == "off"
+
+
 @of_all
 def test_greedy_samples_are_the_likeliest_tokens_and_end_at_stop_tokens(engine, wholes):
     greedy = Sampling(max_new_tokens=30, temperature=0.0)

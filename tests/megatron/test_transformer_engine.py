@@ -208,6 +208,33 @@ def test_weight_gradients_are_accumulated_by_their_matrix_products(transformer_e
     assert len(linear) == 2 * 4 and written == linear
 
 
+def chosen(model, unfused):
+    """Rows of a model with Transformer Engine, whose products of whole matrices may be allowed."""
+    with mock.patch.dict(os.environ, {"NVTE_UNFUSED_ATTN": unfused}):
+        return megatron_runner(model, **options(model)).chosen()
+
+
+@pytest.mark.parametrize(
+    ("unfused", "attention", "remedy"),
+    [("1", "whole matrices by Transformer Engine", "Unset NVTE_UNFUSED_ATTN."), ("0", "torch's ", "Install the cuDNN")],
+)
+def test_model_with_transformer_engine_says_which_attention_it_has_chosen(
+    transformer_engine, families, unfused, attention, remedy
+):
+    ((*rows,),) = transformer_engine.run(1, chosen, families["qwen3_moe"], unfused)
+    found = {part: (how, warning) for part, how, warning in rows}
+    how, warning = found.pop("attention, full")
+    assert how.startswith(attention) and remedy in warning
+    experts = "Transformer Engine's grouped product, separate permutation"
+    assert {part: how for part, (how, _) in found.items()} == {
+        "precision": "float32",
+        "kernels": "Transformer Engine",
+        "experts": experts,
+        "weight gradients": found["weight gradients"][0],
+    }
+    assert "Transformer Engine" in found["weight gradients"][0]
+
+
 BF16_LAYERS = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
 """Of a model with two layers: FP8 is configured, and no layer computes in it, which the CPU cannot."""
 

@@ -1,4 +1,4 @@
-"""How NCCL moves data between the GPUs of a job, as the driver and the environment say it, without a transfer."""
+"""Transports of NCCL between the GPUs of a job, as the driver and the environment say them, without a transfer."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class ProcessEngine(RequestTracker):
         self._ports: PortBlock | None = None
         self._asleep: set[str] = set()
         self.chosen: dict[str, str] = {}
-        """What the started engine computes with, by part, as it says itself."""
+        """Kernels and sizes of the started engine, by part, as it says itself."""
         self._launcher = launcher
         self._attachment: EngineAttachment | None = None
         if launcher:

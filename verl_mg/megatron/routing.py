@@ -239,8 +239,8 @@ class RoutedLayer(TransformerLayer):
             self.mlp.forward = partial(self._recomputed, self.mlp.forward)
 
     def chosen(self) -> Choice:
-        """Returns what the experts compute with; those of megatron-core, by Transformer Engine, do not say it."""
-        experts: Any = self.mlp.experts
+        """Returns what the experts compute with."""
+        experts: Any = self.mlp.experts  # of ours, or of megatron-core over Transformer Engine
         if hasattr(experts, "chosen"):
             choice: Choice = experts.chosen()
             return choice

@@ -52,7 +52,7 @@ from verl_mg.training.packed_attention import has_ragged_kernel
 log = logging.getLogger(__name__)
 
 TE = "Transformer Engine"
-PROBED = 128  # tokens with which attention is asked for its kernel
+PROBED = 128  # tokens on which attention chooses its kernel at the start
 NO_KERNEL = "No dot product attention backend is available"
 """Beginning of Transformer Engine's error where it has no kernel for the inputs."""
 

@@ -91,7 +91,7 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
         resumes = checkpoint is not None
         job = RunningJob(config, roles, world.store, rollout, mode.learns, recipe.name, from_checkpoint=resumes)
         world.watch_progress(job.timer)
-        # GPU: the table of what the job computes with, and after an iteration its memory beside the plan.
+        # GPU: the table of what the job computes with, and after the first iteration its memory and that of the plan.
         # GPU-TEST: tests/run/test_start_table.py::test_job_on_cuda_prints_and_writes_its_table_once
         # GPU-RAN: not yet
         table = announce(job) if torch.cuda.is_available() else None

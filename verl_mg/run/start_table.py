@@ -47,10 +47,11 @@ NEVER_RAN: Mapping[str, Callable[[Config], object]] = {
     "rollout.wire=int4": lambda c: c.rollout.wire == "int4",
     "rollout.adapters=true": lambda c: c.rollout.adapters,
     "rollout.urls": lambda c: c.rollout.has_servers,
+    "rollout.engine=sglang with job.deterministic": lambda c: c.job.deterministic and c.rollout.engine == "sglang",
     "fsdp.cpu_offload=true": lambda c: c.fsdp.cpu_offload and c.actor.backend == "fsdp",
-    "actor.optimizer.cpu_offload=true": lambda c: c.actor.optimizer.cpu_offload,
+    "actor.optimizer.kind=muon": lambda c: c.actor.optimizer.kind == "muon",
 }
-"""What has not run on any GPU yet, by its key."""
+"""Options with which no job has run to its end on a GPU yet, by their keys."""
 UNTRIED = "it has not run on a GPU in this project. Run its tests first (bash tools/test_gpu.sh), and watch mismatch/."
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class StartTable:
             file.write_text(json.dumps(content | {"warnings": self.warnings}, indent=2) + "\n", encoding="utf-8")
 
     def compare_memory(self, shows: bool) -> None:
-        """Logs the largest memory of the ranks so far beside the plan; all ranks call it together."""
+        """Prints the largest memory of a rank so far, and that of the plan; all ranks call it together."""
         peak = max(all_gather_json(torch.cuda.max_memory_allocated()))
         if shows and self.memory:
             phase, planned = max(self.memory.phases.items(), key=lambda item: item[1])
@@ -102,8 +103,8 @@ class StartTable:
 
 def start_table(job: RunningJob) -> StartTable:
     """Collects the table of a job whose roles are built; all ranks call it together."""
-    hosts = list(dict.fromkeys(all_gather_json(socket.gethostname())))
-    here = job.chosen() | {"devices": [*_devices(), *transports(len(hosts))]}
+    places = {tuple(place) for place in all_gather_json([socket.gethostname(), str(device.current_device())])}
+    here = job.chosen() | {"devices": [*_devices(len(places)), *transports(len({host for host, _ in places}))]}
     sections: dict[str, dict[Choice, None]] = {}
     for of_rank in all_gather_json(here):
         for section, rows in of_rank.items():
@@ -127,13 +128,14 @@ def announce(job: RunningJob) -> StartTable:
     return table
 
 
-def _devices() -> Iterator[Choice]:
+def _devices(count: int) -> Iterator[Choice]:
     versions = {name: version for name, version in installed_versions().items() if version != "none"}
     if not torch.cuda.is_available():
         yield Choice("kind", "CPU")
         return
     capability = torch.cuda.get_device_capability()
     name = f"{torch.cuda.get_device_name()}, compute capability {'.'.join(map(str, capability))}"
+    yield Choice("number", f"{count}", f"several GPUs: {UNTRIED}" if count > 1 else "")
     untried = f"this project has run on {' and '.join(RAN_ON.values())} only. Run bash tools/test_gpu.sh first."
     yield Choice("kind", name, "" if capability in RAN_ON else untried)
     for package, tried in RAN_WITH.items():

@@ -96,7 +96,7 @@ class Scores:
 
     @property
     def kind(self) -> str:
-        """Which keys a query sees, and what happens to their scores, in words."""
+        """The keys that a query sees, and what changes their scores, in words."""
         extent = "full" if self.window is None else f"window of {self.window} tokens"
         return extent + ", softcapped" * (self.softcap is not None) + ", with sinks" * (self.sinks is not None)
 

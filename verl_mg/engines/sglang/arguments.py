@@ -136,7 +136,10 @@ def choices(arguments: Mapping[str, Any]) -> dict[str, str]:
         "memory fraction": "mem_fraction_static",
     }
     graphs = "off" if arguments.get("disable_cuda_graph") else "on"
-    return {part: value(name) for part, name in parts.items()} | {"CUDA graphs": graphs}
+    chosen = {part: value(name) for part, name in parts.items()} | {"CUDA graphs": graphs}
+    if "memory_usage" in arguments:  # of an engine that has started
+        chosen["key-value cache"] = f"{arguments['memory_usage']['token_capacity']} tokens"
+    return chosen
 
 
 # Models and layouts that SGLang does not have on the CPU, or pads there, for which the weight table has no shards.
