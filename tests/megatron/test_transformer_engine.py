@@ -209,18 +209,28 @@ def test_weight_gradients_are_accumulated_by_their_matrix_products(transformer_e
 
 
 def chosen(model, unfused):
-    """Rows of a model with Transformer Engine, whose products of whole matrices may be allowed."""
-    with mock.patch.dict(os.environ, {"NVTE_UNFUSED_ATTN": unfused}):
+    """Rows of a model with Transformer Engine, whose products of whole matrices are allowed, or not, or not set."""
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+
+    # Transformer Engine chooses again only for other inputs than the last ones.
+    kept = mock.patch.dict(dot_product_attention._attention_backends, attention_params=None)
+    with mock.patch.dict(os.environ), kept:
+        os.environ.pop("NVTE_UNFUSED_ATTN")
+        os.environ.update({} if unfused is None else {"NVTE_UNFUSED_ATTN": unfused})
         return megatron_runner(model, **options(model)).chosen()
+
+
+WHOLE, OF_TORCH = "whole matrices by Transformer Engine", "torch's "
 
 
 @pytest.mark.parametrize(
     ("unfused", "attention", "remedy"),
-    [("1", "whole matrices by Transformer Engine", "Unset NVTE_UNFUSED_ATTN."), ("0", "torch's ", "Install the cuDNN")],
+    [("1", WHOLE, "Unset NVTE_UNFUSED_ATTN."), ("0", OF_TORCH, "cuDNN"), (None, OF_TORCH, "cuDNN")],
 )
 def test_model_with_transformer_engine_says_which_attention_it_has_chosen(
     transformer_engine, families, unfused, attention, remedy
 ):
+    """Whole matrices only where a user asks for them: megatron-core would allow them for every model that it builds."""
     ((*rows,),) = transformer_engine.run(1, chosen, families["qwen3_moe"], unfused)
     found = {part: (how, warning) for part, how, warning in rows}
     how, warning = found.pop("attention, full")

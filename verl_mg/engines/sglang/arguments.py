@@ -64,6 +64,7 @@ PADDED = (  # what a row is to begin with, and the multiple of the condition
 )
 # Attention backend of engines in float32 on GPUs, as SGLang's default there has 16 bits only.
 FLOAT32_ATTENTION = "triton"
+PHASES = ("prefill", "decode")
 ATTENTION = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 WITH_FLOAT32 = (FLOAT32_ATTENTION, "torch_native", "flex_attention")  # attention backends that have float32
 # Largest width of a head in float32: tiles of wider ones may not fit into the memory of a block of Triton's kernel.
@@ -127,18 +128,18 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
 def choices(arguments: Mapping[str, Any]) -> dict[str, str]:
     """Returns what an engine computes with, by arguments as passed, or as a started engine has resolved them."""
 
-    def value(name: str) -> str:
-        return str(arguments.get(name) or "auto")
-
-    parts = {
-        "attention": "attention_backend",
-        "experts": "moe_runner_backend",
-        "memory fraction": "mem_fraction_static",
+    by_phase = {phase: arguments.get(f"{phase}_attention_backend") for phase in PHASES}
+    attention = ", ".join(f"{backend} in {phase}" for phase, backend in by_phase.items() if backend)
+    chosen = {
+        "attention": attention or arguments.get("attention_backend") or "auto",
+        "experts": arguments.get("moe_runner_backend") or "auto",
+        "memory fraction": str(arguments.get("mem_fraction_static") or "auto"),
+        "CUDA graphs": "off" if arguments.get("disable_cuda_graph") else "auto",
     }
-    graphs = "off" if arguments.get("disable_cuda_graph") else "on"
-    chosen = {part: value(name) for part, name in parts.items()} | {"CUDA graphs": graphs}
-    if "memory_usage" in arguments:  # of an engine that has started
-        chosen["key-value cache"] = f"{arguments['memory_usage']['token_capacity']} tokens"
+    if graphs := arguments.get("cuda_graph_config"):  # of an engine that has started, and the next one too
+        chosen["CUDA graphs"] = ", ".join(f"{graphs[phase]['backend']} in {phase}" for phase in PHASES)
+    if memory := arguments.get("memory_usage"):
+        chosen["key-value cache"] = f"{memory['token_capacity']} tokens"
     return chosen
 
 
