@@ -15,6 +15,7 @@ from tests.fsdp import fake_cuda_cases as fsdp_cases
 from tests.helpers.tiny_models import tiny_model
 from tests.megatron import fake_cuda_cases as cases
 from tests.run.jobs import job, make_inputs
+from verl_mg import device
 from verl_mg.choice import Choice
 from verl_mg.config import load_config
 from verl_mg.job.recipe import load_recipe
@@ -117,6 +118,15 @@ def test_device_or_version_that_nothing_has_run_with_is_a_warning(on_gpu, monkey
     assert "several GPUs" in {row.part: row.warning for row in start_table._devices(count=8)}["number"]
 
 
+def test_precision_on_a_gpu_says_what_float32_is_there(on_gpu, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    assert device.precision(torch.float32) == "float32, with TF32"
+    device.compute_in_float32()
+    assert device.precision(torch.float32) == "float32, without TF32"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert device.precision(torch.bfloat16) == "bfloat16, deterministic"
+
+
 def test_versions_that_have_run_are_those_of_the_reports_and_the_pinned_ones_among_them():
     reports = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("h*/*.md"))
     assert all(version in reports for versions in RAN_WITH.values() for version in versions)
@@ -146,7 +156,7 @@ def test_option_that_has_not_run_on_a_gpu_is_a_warning(on_gpu, key):
     assert UNTRIED.keys() == start_table.NEVER_RAN.keys()
     for overrides, expected in ((UNTRIED[key], [key]), ([], [])):
         described = SimpleNamespace(config=configured(*overrides), requested={"actor", "rollout"})
-        rows = list(start_table._configuration(described))
+        rows = list(start_table._untried(described))
         assert [row.chosen for row in rows] == expected and all(row.warning for row in rows)
 
 

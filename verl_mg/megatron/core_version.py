@@ -7,6 +7,7 @@
 | `HAVE_TE`, `te_general_gemm`, FP8 of checkpoints | 0.16.1 needs Transformer Engine for them | names them otherwise |
 | `_grad_accum_fusion_available` | kernel for gradient accumulation of torch, not Apex | calls another module |
 | `l2_norm_impl` | the gradient norm stays on the device | computes norms elsewhere |
+| `_set_attention_backend` | allows no unfused attention, see `model` | sets the variables elsewhere |
 | `_resolve_qk_norm_config`, `_run_core_attention` | modules as in the specification | gives them other arguments |
 | `parallel_state` globals, `RankGenerator` | groups of several layouts in one process | has its groups in objects |
 | `_get_model_param_range_map` | a rank's range of a parameter | has a public way to it |

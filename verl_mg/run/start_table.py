@@ -1,9 +1,11 @@
 """Table of what a job computes with, collected from its roles, engines and devices when it starts, with warnings.
 
-actor, tp2        attention, full          cuDNN by Transformer Engine
-engine sglang     attention                fa3
-devices           NCCL within a node       NVLink (the driver's list of links)
-memory            training                 61.2 of 79.2 GiB
+Each part says itself what it has chosen:
+
+    actor, tp2        attention, full          cuDNN by Transformer Engine
+    engine sglang     attention                fa3
+    devices           NCCL within a node       NVLink (the driver's list of links)
+    memory            training                 61.2 of 79.2 GiB planned
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def start_table(job: RunningJob) -> StartTable:
     memory = None
     if dist.get_rank() == 0:
         memory, rows = _memory(job)
-        sections["memory"] = dict.fromkeys([*rows, *_configuration(job)])
+        sections |= {"memory": dict.fromkeys(rows), "options": dict.fromkeys(_untried(job))}
     return StartTable({section: list(rows) for section, rows in sections.items()}, memory)
 
 
@@ -131,6 +133,9 @@ def announce(job: RunningJob) -> StartTable:
 def _devices(count: int) -> Iterator[Choice]:
     versions = {name: version for name, version in installed_versions().items() if version != "none"}
     if not torch.cuda.is_available():
+        # GPU: its name, and warnings of a kind or of versions with which nothing has run.
+        # GPU-TEST: tests/run/test_start_table.py::test_device_or_version_that_nothing_has_run_with_is_a_warning
+        # GPU-RAN: not yet
         yield Choice("kind", "CPU")
         return
     capability = torch.cuda.get_device_capability()
@@ -161,11 +166,11 @@ def _memory(job: RunningJob) -> tuple[JobMemory | None, list[Choice]]:
     return memory, rows
 
 
-def _configuration(job: RunningJob) -> Iterator[Choice]:
+def _untried(job: RunningJob) -> Iterator[Choice]:
     if torch.cuda.is_available():
         for key, is_set in NEVER_RAN.items():
             if is_set(job.config) and ("rollout" in job.requested or not key.startswith("rollout.")):
-                yield Choice("configuration", key, UNTRIED)
+                yield Choice("untried", key, UNTRIED)
 
 
 def _gib(size: float) -> str:
