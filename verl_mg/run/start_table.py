@@ -1,6 +1,6 @@
 """Table of what a job computes with, collected from its roles, engines and devices when it starts, with warnings.
 
-Each part says itself what it has chosen:
+Rows come from the part that has made the choice:
 
     actor, tp2        attention, full          cuDNN by Transformer Engine
     engine sglang     attention                fa3
