@@ -1,5 +1,6 @@
-"""`verl-mg doctor` as it is started: alone, and by the launcher on two ranks."""
+"""`verl-mg doctor` as it is started: alone, and by the launcher on two ranks; and with the configuration of a job."""
 
+import re
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -9,7 +10,10 @@ import torch
 from packaging.requirements import Requirement
 
 from tests.helpers.launched import Ended, finished, torchrun
+from tests.helpers.tiny_jobs import write_sums
+from tests.helpers.traces import needs_sglang
 from verl_mg.doctor import _differences, bandwidth_problems, describe_machine, machine_problems, unmet
+from verl_mg.models.tiny_model import make_tiny_model
 
 
 def doctor(output: Path, launcher: Sequence[str] = ()) -> Ended:
@@ -95,3 +99,49 @@ def test_versions_that_differ_between_nodes_are_reported():
         {"machine": {"host": host}, "versions": {"torch": torch}} for host, torch in (("a", "2.14"), ("b", "2.13"))
     ]
     assert _differences(ranks) == ["b: torch 2.13 differs from 2.14 of a. Install the same environment on all nodes."]
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory):
+    """Configuration of a small job whose engine is SGLang, which can be planned."""
+    folder = tmp_path_factory.mktemp("job")
+    model = make_tiny_model(folder / "model", "qwen3", hidden=32, head_dim=32, ffn=64, max_positions=256)
+    write_sums(folder)
+    file = folder / "job.yaml"
+    file.write_text(
+        f"model: {{path: {model}, dtype: bfloat16}}\ndata: {{train: {folder / 'sums.jsonl'}, max_prompt_tokens: 64}}\n"
+        f"rollout: {{engine: sglang, max_new_tokens: 8}}\nreward: {{function: verl_mg.rewards.exact:score}}\n"
+        f"job: {{output: {folder / 'run'}}}\n"
+    )
+    return file
+
+
+@needs_sglang
+def test_doctor_of_a_job_prints_its_table_on_all_ranks_without_training(described):
+    arguments = ["doctor", "--output", str(described.parent / "runs"), "--job", str(described), "grpo"]
+    changes = ["actor.layout=tp2", "algorithm.kl.coefficient=0.1", "reference.backend=fsdp"]
+    printed = finished([*torchrun(2), "-m", "verl_mg", *arguments, *changes]).completed().out
+    report, _, table = printed.partition("\n\n")
+    assert "all is well" in report and table.count("precision") == 2
+    rows = [re.split(r"  +", line) for line in table.splitlines()]
+    assert ["actor, tp2", "precision", "bfloat16"] in rows
+    assert ["", "attention, full", "torch's SDPA, run by run"] in rows
+    assert ["", "weight gradients", "added to their buffers by torch"] in rows
+    assert any(row[0].startswith("reference") for row in rows)
+    assert ["engine sglang, not started", "attention", "torch_native"] in rows
+    assert ["devices", "kind", "CPU"] in rows and ["", "collectives", "gloo over TCP"] in rows
+    assert any(row[1:2] == ["training"] and row[2].endswith(" GiB planned") for row in rows)
+    assert rows[-1] == ["warnings: 0"] and not (described.parent / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["actor.layout=tp2"], "doctor: 'actor.layout=tp2' is of a job. Write verl-mg doctor RECIPE --job CONFIG"),
+        (["--job", "{file}", "actor.layout=tp2"], "doctor --job: name one recipe. Write verl-mg doctor RECIPE"),
+        (["grpo", "--job", "{file}", "actor.layuot=tp2"], "actor.layuot"),
+    ],
+)
+def test_doctor_of_a_job_that_cannot_be_read_ends_with_one_line(described, tmp_path, arguments, words):
+    given = [text.format(file=described) for text in arguments]
+    assert words in finished(["-m", "verl_mg", "doctor", "--output", str(tmp_path), *given]).refusal()

@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "verl_mg"
 
 PACKAGES = (
-    "errors device images batch jsonl phase_timer hub http_client import_function library config layout",
+    "errors device choice images batch jsonl phase_timer hub http_client import_function library config layout",
     "models algorithms sandbox",
     "sharding distributed data rewards",
     "reshard checkpoint",

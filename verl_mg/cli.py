@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -62,9 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_eval(command("eval", _eval, "evaluate a model or a run on sets of prompts, or compare two evaluations"))
     add = command("status", _status, "progress of a run; exit code 0 if it has finished, else 3").add_argument
     add("folder", metavar="RUN", type=Path, help="folder of the run, its job.output")
-    add = command(
-        "doctor", _doctor, "check installation, machines and network; under torchrun of all nodes"
-    ).add_argument
+    meaning = "check installation, machines and network, and what a job computes with; under torchrun of all nodes"
+    add = command("doctor", _doctor, meaning).add_argument
+    add("recipe", nargs="?", help="with --job, its recipe")
+    add("overrides", nargs="*", metavar="a.b=c", help="with --job, values that replace the file's")
+    add("--job", metavar="CONFIG", help="build a job, and print which kernels, engine and memory it uses, and warnings")
     add("--output", default="runs", type=Path, help="folder of runs, to be shared (default: %(default)s)")
     add = command("view", _view, "curves, timelines and samples of runs, in the browser").add_argument
     add("folders", nargs="+", metavar="RUN", type=Path, help="folder of a run, also of one that is running")
@@ -163,15 +166,16 @@ def _train(arguments: argparse.Namespace) -> None:
         return
     from verl_mg.run.main import run_recipe
 
-    def load() -> tuple[Recipe, Config]:
-        from verl_mg.config import load_config
-        from verl_mg.job.recipe import load_recipe
+    # `_load` runs after the rendezvous, so that one rank reports an error of the configuration and all exit with it.
+    run_recipe(partial(_load, arguments), learns=not arguments.rollout_only, replayed=arguments.replay)
 
-        recipe = load_recipe(arguments.recipe)
-        return recipe, load_config(_config_file(arguments), arguments.overrides, recipe.config)
 
-    # `load` runs after the rendezvous, so that one rank reports an error of the configuration and all exit with it.
-    run_recipe(load, learns=not arguments.rollout_only, replayed=arguments.replay)
+def _load(arguments: argparse.Namespace) -> tuple[Recipe, Config]:
+    from verl_mg.config import load_config
+    from verl_mg.job.recipe import load_recipe
+
+    recipe = load_recipe(arguments.recipe)
+    return recipe, load_config(_config_file(arguments), arguments.overrides, recipe.config)
 
 
 def _config_file(arguments: argparse.Namespace, folder: str = "configs") -> Path | None:
@@ -215,7 +219,16 @@ def _status(arguments: argparse.Namespace) -> None:
 def _doctor(arguments: argparse.Namespace) -> None:
     from verl_mg.doctor import check
 
-    sys.exit(check(arguments.output))
+    # argparse takes what follows an option for overrides, also a recipe.
+    given = [text for text in (arguments.recipe, *arguments.overrides) if text]
+    recipes = [text for text in given if "=" not in text]
+    arguments.config, arguments.overrides = arguments.job, [text for text in given if "=" in text]
+    if given and not arguments.job:
+        raise UserError(f"doctor: {given[0]!r} is of a job. Write verl-mg doctor RECIPE --job CONFIG [a.b=c ...].")
+    if arguments.job and len(recipes) != 1:
+        raise UserError("doctor --job: name one recipe. Write verl-mg doctor RECIPE --job CONFIG [a.b=c ...].")
+    arguments.recipe = "".join(recipes)
+    sys.exit(check(arguments.output, partial(_load, arguments) if arguments.job else None))
 
 
 def _view(arguments: argparse.Namespace) -> None:

@@ -73,6 +73,15 @@ def compute_in_float32() -> None:
         of_kernels.fp32_precision = "ieee"
 
 
+def precision(dtype: torch.dtype) -> str:
+    """Returns in words how products of a dtype are computed in this process."""
+    words = [str(dtype).removeprefix("torch.")]
+    if dtype is torch.float32 and torch.cuda.is_available():
+        uses = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
+        words.append("with TF32" if uses else "without TF32")
+    return ", ".join(words + ["deterministic"] * torch.are_deterministic_algorithms_enabled())
+
+
 def ranks_of_a_node(ranks: int) -> int:
     """Returns how many of the job's `ranks` share a machine, from variables of torchrun or mpirun; all without them."""
     for variable in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"):

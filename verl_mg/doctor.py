@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import platform
 import re
 import resource
 import shutil
@@ -13,9 +12,9 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +23,15 @@ from packaging.requirements import Requirement
 from verl_mg import device
 from verl_mg.distributed.collectives import all_gather_json, broadcast_json
 from verl_mg.distributed.world import World
+from verl_mg.library import installed, installed_versions
+from verl_mg.run.fetch_models import with_fetched_models
+from verl_mg.run.main import on_all_ranks
+
+if TYPE_CHECKING:
+    from verl_mg.config import Config
+    from verl_mg.job.recipe import Recipe
 
 EXIT_PROBLEMS = 1  # exit code where there is something to fix
-PACKAGES = ("megatron-core", "transformer-engine", "apex", "sglang", "transformers")
 PINNED_BY_SGLANG = ("torch", "transformers", "tokenizers")
 """Packages of which SGLang and training share one version, because they share an environment."""
 INSTALL = "Install launch/requirements-gpu.txt, in which all versions fit together"
@@ -40,9 +45,23 @@ SLOW_GPUS_OF_A_NODE, SLOW_NODES = 10e9, 2e9
 """Bytes per second of a rank below which GPUs do not use NVLink or PCIe peers, and nodes do not use RDMA."""
 
 
-def check(folder: Path) -> int:
-    """Checks this rank and, under a launcher, all others; rank 0 prints the report, and all return the same code."""
-    world = World.join()
+def check(folder: Path, load: Callable[[], tuple[Recipe, Config]] | None = None) -> int:
+    """Checks this rank and, under a launcher, all others; rank 0 prints the report, and all return the same code.
+
+    `load` returns recipe and configuration of a job, whose roles are then built to show what they compute with.
+    """
+    codes = []
+
+    def work(world: World) -> None:
+        codes.append(_check(world, folder))
+        if load:
+            _show_job(world, *load())
+
+    on_all_ranks(work, resumable=False)
+    return codes[0]
+
+
+def _check(world: World, folder: Path) -> int:
     machine, versions = describe_machine(), installed_versions()
     problems = [*version_problems(bool(machine["gpus"])), *machine_problems(machine, world.size)]
     problems += [*port_problems(), *folder_problems(folder)]
@@ -55,8 +74,29 @@ def check(folder: Path) -> int:
     all_problems = list(dict.fromkeys([*bandwidth_problems(bandwidth, len(hosts)), *_differences(ranks), *of_hosts]))
     if world.rank == 0:
         print("\n".join(_report(ranks, hosts, bandwidth, all_problems)), flush=True)
-    world.shut_down()
     return EXIT_PROBLEMS if all_problems else 0
+
+
+def _show_job(world: World, recipe: Recipe, config: Config) -> None:
+    """Builds a job as its start does, without weights that are trained and without engines, and prints its table."""
+    # They import megatron-core, which takes seconds.
+    from verl_mg.job.job import RunningJob
+    from verl_mg.job.recipe import requested_roles
+    from verl_mg.run.start_table import start_table
+
+    config = with_fetched_models(config, world)
+    if config.job.deterministic:
+        device.compute_deterministically()
+    roles = requested_roles(recipe, config)
+    job = RunningJob(config, roles, world.store, recipe=recipe.name, from_checkpoint=True, starts_engines=False)
+    table = start_table(job)
+    if world.rank == 0:
+        warnings = table.warnings
+        print(
+            "\n".join(["", *table.lines(), f"warnings: {len(warnings)}", *(f"  {line}" for line in warnings)]),
+            flush=True,
+        )
+    job.close()
 
 
 def _differences(ranks: Sequence[dict[str, Any]]) -> list[str]:
@@ -94,26 +134,6 @@ def _described(machine: dict[str, Any]) -> str:
     driver = f", driver {machine['driver']}" if machine["driver"] else ""
     free = f", /dev/shm {shared / 2**30:.1f} GiB free" if shared is not None else ""
     return f"{kinds}{driver}, open files {machine['open_files']}{free}"
-
-
-def installed_versions() -> dict[str, str]:
-    """Returns the versions of Python, torch, CUDA, NCCL and the packages, "none" for what is not there."""
-    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "CUDA": torch.version.cuda or "none",
-        "NCCL": ".".join(map(str, nccl)) or installed("nvidia-nccl-cu13") or "none",
-        **{package: installed(package) or "none" for package in PACKAGES},
-    }
-
-
-def installed(package: str) -> str | None:
-    """Returns the version of an installed package, or None."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def version_problems(on_gpus: bool) -> Iterator[str]:

@@ -1,14 +1,18 @@
-"""Libraries: whether one is installed, and versions of others whose internals this project uses and replaces."""
+"""Installed packages, and libraries whose internals this project uses and replaces, for the versions it knows."""
 
 from __future__ import annotations
 
 import importlib.util
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from verl_mg.errors import UserError
+
+PACKAGES = ("megatron-core", "transformer-engine", "apex", "sglang", "transformers")
 
 
 def is_installed(package: str) -> bool:
@@ -55,3 +59,25 @@ class Library:
                     setattr(owner, name, previous[name])
                 else:  # a class had it from its base
                     delattr(owner, name)
+
+
+def installed_versions() -> dict[str, str]:
+    """Returns the versions of Python, torch, CUDA, NCCL and the packages, "none" for what is not there."""
+    import torch  # engines' processes read this module before their own libraries
+
+    nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "none",
+        "NCCL": ".".join(map(str, nccl)) or installed("nvidia-nccl-cu13") or "none",
+        **{package: installed(package) or "none" for package in PACKAGES},
+    }
+
+
+def installed(package: str) -> str | None:
+    """Returns the version of an installed package, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

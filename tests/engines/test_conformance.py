@@ -95,6 +95,18 @@ def test_wrong_report_raises_with_the_name_of_the_engine(engine, monkeypatch, co
         engine.generate([Request(4, (3, 4, 5), seed=0)], SHORT)
 
 
+@of_processes
+def test_started_engine_says_what_it_has_made_of_its_arguments(started, mixtures):
+    """Not what it was passed: SGLang's schedulers and vLLM's workers decide the rest."""
+    chosen, kind = started.chosen, started.kind
+    passed = kind.choices(kind.arguments(mixtures[0], started.options))
+    decided = {
+        "sglang": {"CUDA graphs": "disabled in prefill, disabled in decode", "key-value cache": "4096 tokens"},
+        "vllm": {"attention": "CPU_ATTN", "memory fraction": "0.92"},
+    }
+    assert chosen == passed | decided[kind.name] and chosen != passed
+
+
 @of_all
 def test_greedy_samples_are_the_likeliest_tokens_and_end_at_stop_tokens(engine, wholes):
     greedy = Sampling(max_new_tokens=30, temperature=0.0)

@@ -37,6 +37,14 @@ def _free(tensor: Any) -> None:
     tensor.values.fill_(torch.nan)
 
 
+def chosen(_: FakeCuda, model: Path) -> dict[str, list[str]]:
+    """What a trained module computes with on the GPU, by part, and after it the warning if there is one."""
+    join_fake_group()
+    torch.cuda.current_device = lambda: 0  # type: ignore[method-assign]
+    runner = FsdpRunner(ModelSpec(model, torch.bfloat16), MeshGroups(Placement.on(Layout(), 1)), LocalDirectories())
+    return {part: [how, *([warning] if warning else [])] for part, how, warning in runner.chosen()}
+
+
 def train(_: FakeCuda, model: Path, layout: str, ranks: int, host: bool) -> Trained:
     """Inference and two updates on rank 0; other ranks are assumed to send what it sends."""
     _fsdp_param.free_storage, _fsdp_param.alloc_storage = _free, lambda _: None

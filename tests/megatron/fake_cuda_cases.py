@@ -75,6 +75,13 @@ def runner_of(model: Path, layout: str = "tp1", ranks: int = 1, rank: int = 0, *
     return MegatronRunner(ModelSpec(model, torch.bfloat16, **options), groups, LocalDirectories())
 
 
+def chosen(_: FakeCuda, model: Path, deterministic: bool = False) -> dict[str, list[str]]:
+    """What a trained model computes with on the GPU, by part, and after it the warning if there is one."""
+    torch.use_deterministic_algorithms(deterministic)
+    rows = runner_of(model).chosen()
+    return {part: [how, *([warning] if warning else [])] for part, how, warning in rows}
+
+
 def in_package(waits: Waits, package: str) -> Waits:
     return Counter({wait: count for wait, count in waits.items() if wait[1].startswith(package + "/")})
 

@@ -356,6 +356,43 @@ def test_gradient_of_an_output_layer_in_bfloat16_is_not_rounded(transformer_engi
         assert gradient.any() and not torch.equal(gradient, gradient.bfloat16().float()), kernels
 
 
+def chosen(model, unfused):
+    """Rows of a model with Transformer Engine, whose products of whole matrices are allowed, or not, or not set."""
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention
+
+    # Transformer Engine chooses again only for other inputs than the last ones.
+    kept = mock.patch.dict(dot_product_attention._attention_backends, attention_params=None)
+    with mock.patch.dict(os.environ), kept:
+        os.environ.pop("NVTE_UNFUSED_ATTN")
+        os.environ.update({} if unfused is None else {"NVTE_UNFUSED_ATTN": unfused})
+        return megatron_runner(model, **options(model)).chosen()
+
+
+WHOLE, OF_TORCH = "whole matrices by Transformer Engine", "torch's "
+
+
+@pytest.mark.parametrize(
+    ("unfused", "attention", "remedy"),
+    [("1", WHOLE, "Unset NVTE_UNFUSED_ATTN."), ("0", OF_TORCH, "cuDNN"), (None, OF_TORCH, "cuDNN")],
+)
+def test_model_with_transformer_engine_says_which_attention_it_has_chosen(
+    transformer_engine, families, unfused, attention, remedy
+):
+    """Whole matrices only where a user asks for them: megatron-core would allow them for every model that it builds."""
+    ((*rows,),) = transformer_engine.run(1, chosen, families["qwen3_moe"], unfused)
+    found = {part: (how, warning) for part, how, warning in rows}
+    how, warning = found.pop("attention, full")
+    assert how.startswith(attention) and remedy in warning
+    experts = "Transformer Engine's grouped product, separate permutation"
+    assert {part: how for part, (how, _) in found.items()} == {
+        "precision": "float32",
+        "kernels": "Transformer Engine",
+        "experts": experts,
+        "weight gradients": found["weight gradients"][0],
+    }
+    assert "Transformer Engine" in found["weight gradients"][0]
+
+
 BF16_LAYERS = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
 """Of a model with two layers: FP8 is configured, and no layer computes in it, which the CPU cannot."""
 

@@ -252,6 +252,10 @@ class EngineHost(ABC):
         """Continues generation after `pause`."""
 
     @abstractmethod
+    async def chosen(self) -> dict[str, str]:
+        """Returns what the started engine computes with, by part."""
+
+    @abstractmethod
     def shutdown(self) -> None:
         """Ends the engine's processes."""
 
@@ -290,7 +294,8 @@ class EngineHost(ABC):
         """Serves the messages of a rank; returns whether its stream has ended without a request to end."""
         self._writer = writer
         self._num_ranks += 1
-        self._send(ready=True, pid=pid, version=self._version, asleep=sorted(self._asleep))
+        chosen = await self.chosen()
+        self._send(ready=True, pid=pid, version=self._version, asleep=sorted(self._asleep), chosen=chosen)
         with contextlib.suppress(ConnectionError):
             # Consumes messages, and does not wait for their work: each starts a task. Ends by {"end"} or the stream.
             while line := await reader.readline():

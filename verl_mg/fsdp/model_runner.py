@@ -11,12 +11,14 @@ from torch import Tensor, UntypedStorage
 
 from verl_mg import device
 from verl_mg.checkpoint.model_directory import ModelDirectories
+from verl_mg.choice import Choice
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.errors import UserError
 from verl_mg.fsdp.lora import FsdpAdapters
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.model import (
+    ATTENTION,
     PackedModule,
     build_module,
     fit_expert_kernels,
@@ -39,6 +41,7 @@ from verl_mg.sharding.module_table import ModuleTable, module_table
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.training.logprobs import OutputHead, VocabularyShard
 from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.packed_attention import Scores, kernel
 from verl_mg.training.runner import ComputedParameters, Pass, Report, Runner
 from verl_mg.training.storages import storages_here
 from verl_mg.training.weights import load_directory
@@ -112,6 +115,26 @@ class FsdpRunner(Runner):
         if self.lora and not spec.from_checkpoint:
             self.lora.initialize()
         self.unrestored.update(self.adapters() if spec.from_checkpoint else ())
+
+    def _kernels(self) -> Iterator[Choice]:
+        assert self.packed is not None
+        module: Any = self.packed.module
+        text, place = module.config.get_text_config(), device.current_device()
+        yield Choice("kernels", "torch, in modules of transformers")
+        if text._attn_implementation == ATTENTION:
+            for part in module.modules():
+                if hasattr(part, "layer_idx") and hasattr(part, "is_causal"):  # attention, by its names in transformers
+                    window = getattr(part, "sliding_window", getattr(text, "sliding_window", None))
+                    softcap, sinks = getattr(part, "attn_logit_softcapping", None), getattr(part, "sinks", None)
+                    scores = Scores(window=window, softcap=softcap, sinks=sinks)
+                    yield kernel(place, self.dtype, scores).choice(f"attention, {scores.kind}", place)
+        else:
+            slow = "its memory grows with the square of a micro-batch. Lower tokens_per_micro_batch if it is short."
+            yield Choice("attention", "torch's SDPA, masks of all pairs", slow if place.type == "cuda" else "")
+        if self.table.config.experts:
+            kind = text._experts_implementation
+            slow = "their widths are no multiples of 16 bytes. Use actor.backend=megatron." if kind == "eager" else ""
+            yield Choice("experts", f"transformers' {kind}", slow if place.type == "cuda" else "")
 
     def _trained_tensors(self) -> frozenset[str]:
         tensors = self.table.tensor_index.tensors.keys()

@@ -131,6 +131,17 @@ def build_engine_group(
     )
 
 
+def passed_choices(config: Config, actor: Actor) -> dict[str, str]:
+    """Returns what engines would compute with, as far as their arguments say it; "auto" where they decide."""
+    kind = ENGINES[config.rollout.engine].process
+    if config.rollout.has_servers:
+        return {"servers": "outside of the job"}
+    if kind is None:
+        return {"process": "that of the rank"}
+    options = EngineOptions.of_job(config, actor.runner.dtype, actor.runner.table.for_engine(kind.name))
+    return kind.choices(kind.arguments(config.model.path, options))
+
+
 def _keeper() -> Launcher | None:
     """Returns the launcher of this node if it keeps engines."""
     launcher = Launcher.of_this_rank()

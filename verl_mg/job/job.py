@@ -27,6 +27,7 @@ from verl_mg.agents.tools.chat_format import ToolCallFormat
 from verl_mg.agents.tools.load import load_tools
 from verl_mg.agents.tools.multi_turn import MultiTurnEngine
 from verl_mg.batch import Batch
+from verl_mg.choice import Choice
 from verl_mg.config import Config
 from verl_mg.data import (
     Prompt,
@@ -48,6 +49,7 @@ from verl_mg.errors import UserError
 from verl_mg.job.build_agents import agent_wrapper
 from verl_mg.job.build_engines import (
     build_engine_group,
+    passed_choices,
     with_stop_strings,
 )
 from verl_mg.job.build_models import TEACHERS, ModelRoleBuilder
@@ -64,12 +66,13 @@ from verl_mg.roles.reward import RewardRole
 from verl_mg.roles.role import Role
 from verl_mg.roles.teachers import Teachers
 from verl_mg.rollout.async_rollout import AsyncRollout
-from verl_mg.rollout.engine_group import InFlightEngineGroup, WrapEngine
+from verl_mg.rollout.engine_group import EngineGroup, InFlightEngineGroup, WrapEngine
 from verl_mg.rollout.groups import StalenessBound
 from verl_mg.rollout.mismatch_check import MismatchCheck, Precision
 from verl_mg.rollout.rollout import Rollout, RolloutSetup, RolloutSource
 from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.rows.samples import RolloutRecord
+from verl_mg.training.runner import Runner
 
 R = TypeVar("R", bound=Role)
 
@@ -95,6 +98,7 @@ class RunningJob:
         recipe: str = "",
         from_checkpoint: bool = False,
         evaluates_only: bool = False,
+        starts_engines: bool = True,
     ) -> None:
         """Builds the requested roles.
 
@@ -107,6 +111,7 @@ class RunningJob:
             recipe: name of the recipe, for messages.
             from_checkpoint: read no weights that a checkpoint restores before `start`.
             evaluates_only: `prompts` are the prompts of `data.test`, and `data.train` is not read.
+            starts_engines: whether the engines are started, and not only checked.
         """
         self.config, self.requested, self._recipe = config, frozenset(roles), recipe
         self.context = JobContext(store, PhaseTimer(config.profile.synchronize))
@@ -123,7 +128,8 @@ class RunningJob:
         self._reward = self._build_reward(records) if "reward" in roles else None
         self._multi_turn: MultiTurnEngine | None = None
         self._rollout: RolloutSource | None = None
-        if "rollout" in roles:
+        self._engines: EngineGroup | None = None
+        if "rollout" in roles and starts_engines:
             self._rollout = self._build_rollout(records, learns) if rollout is None else rollout()
 
     # -- roles
@@ -213,6 +219,24 @@ class RunningJob:
     def timer(self) -> PhaseTimer:
         """Phase timer of the job on this rank."""
         return self.context.timer
+
+    def chosen(self) -> dict[str, list[Choice]]:
+        """Returns what roles and this rank's engine compute with; of an engine that is not started, what it gets."""
+        rows: dict[str, list[Choice]] = {}
+        runners: dict[Runner, str] = {}
+        for name, role in self.roles.items():
+            runners.setdefault(role.runner, name)  # a reference without adapters has that of the actor
+        for runner, name in runners.items():
+            rows[f"{name}, {runner.layout}"] = runner.chosen()
+        if "rollout" not in self.requested:
+            return rows
+        title = f"engine {self.config.rollout.engine}"
+        if self._engines:
+            of_engine = self._engines.chosen()
+        else:
+            title, of_engine = f"{title}, not started", passed_choices(self.config, self.actor)
+        unused = () if self.actor.runner.table.config.experts else ("experts",)
+        return rows | {title: [Choice(part, how) for part, how in of_engine.items() if part not in unused]}
 
     # -- around an iteration
 
@@ -414,7 +438,9 @@ class RunningJob:
         decode = decoder(self.tokenizer)
         if self.config.ends_at_strings:
             wrap = with_stop_strings(decode, wrap)
-        engines = build_engine_group(self.config, self.actor, self.context, wrap, self.processor, decode)
+        self._engines = engines = build_engine_group(
+            self.config, self.actor, self.context, wrap, self.processor, decode
+        )
         precision = Precision.of(self.actor, self.config)
         check = MismatchCheck(config.max_mismatch, precision, self.actor, self.prompts)
         setup = RolloutSetup(

@@ -30,15 +30,19 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from verl_mg import device
+from verl_mg.choice import Choice
 from verl_mg.megatron.core_version import fused
 from verl_mg.megatron.packed_sequences import PackedSequences, attend_to_gathered, gather_tokens
 from verl_mg.training.packed_attention import (
+    BY_BLOCKS,
     Scores,
     attend,
     attend_by_blocks,
     attend_where,
     has_ragged_kernel,
     heads_of_rank,
+    kernel,
     to_heads,
     to_tokens,
 )
@@ -175,6 +179,8 @@ class PackedAttention(MegatronModule):
             head's softmax, without a value.
     """
 
+    kind = "attention"  # name of such layers in the table of a start
+
     def __init__(
         self,
         config: TransformerConfig,
@@ -194,6 +200,15 @@ class PackedAttention(MegatronModule):
             options: dict[str, Any] = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, **options))
             set_tensor_model_parallel_attributes(self.softmax_offset, is_parallel=True, dim=0, stride=1)
+
+    def chosen(self) -> Choice:
+        """Returns what this layer's attention computes with."""
+        place, config, scores = device.current_device(), self.config, self._scores(None)
+        part = f"{self.kind}, {scores.kind}"
+        if config.context_parallel_size > 1 and config.cp_comm_type != "a2a":
+            by_blocks = has_ragged_kernel(place, config.params_dtype)
+            return Choice(part, f"{BY_BLOCKS if by_blocks else 'masks of all pairs'}, over gathered keys")
+        return kernel(place, config.params_dtype, scores).choice(part, place)
 
     def forward(
         self,

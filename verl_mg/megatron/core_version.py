@@ -7,6 +7,7 @@
 | `HAVE_TE`, `te_general_gemm`, FP8 of checkpoints | 0.16.1 needs Transformer Engine for them | names them otherwise |
 | `_grad_accum_fusion_available` | kernel for gradient accumulation of torch, not Apex | calls another module |
 | `l2_norm_impl` | the gradient norm stays on the device | computes norms elsewhere |
+| `_set_attention_backend` | allows no unfused attention, see `model` | sets the variables elsewhere |
 | `_resolve_qk_norm_config`, `_run_core_attention` | modules as in the specification | gives them other arguments |
 | `parallel_state` globals, `RankGenerator` | groups of several layouts in one process | has its groups in objects |
 | `_get_model_param_range_map` | a rank's range of a parameter | has a public way to it |
@@ -69,6 +70,16 @@ if not megatron_random.HAVE_TE:
 if not linear_layers._grad_accum_fusion_available:
     linear_layers.fused_weight_gradient_mlp_cuda = weight_gradients
     MEGATRON.replace(linear_layers, _grad_accum_fusion_available=True)
+
+
+def gradient_kernel(module: nn.Module) -> str:
+    """Returns how the weight gradient of a linear layer is computed; "" for other modules."""
+    if (fused := getattr(module, "fuse_wgrad_accumulation", None)) is not None:
+        return "added to their buffers by Transformer Engine" if fused else "Transformer Engine's, then added"
+    if (fused := getattr(module, "gradient_accumulation_fusion", None)) is None:
+        return ""
+    by_torch = getattr(linear_layers, "fused_weight_gradient_mlp_cuda", None) is weight_gradients
+    return f"added to their buffers by {'torch' if by_torch else 'Apex'}" if fused else "torch's, then added"
 
 
 def _norm_on_device(

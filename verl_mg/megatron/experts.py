@@ -33,6 +33,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from verl_mg.choice import Choice
 from verl_mg.device import copy_to
 from verl_mg.megatron.core_version import fused
 from verl_mg.megatron.layers import gated
@@ -263,6 +264,14 @@ class GroupedExperts(MegatronModule):
         self._gelu, self._clamped = config.activation_func is not F.silu, experts.clamped
         selective = config.recompute_granularity == "selective"
         self._recompute_activation = selective and "moe_act" in config.recompute_modules
+
+    def chosen(self) -> Choice:
+        """Returns what the experts compute with."""
+        weights = [stack.weight for stack in (self.linear_fc1, self.linear_fc2)]
+        if all(_aligned(weight.new_empty(1, weight.shape[2]), weight.mT) for weight in weights):
+            return Choice("experts", "torch's grouped product")
+        slow = "widths are no multiples of 16 bytes. Choose an etp whose parts of an expert are."
+        return Choice("experts", "one after another", slow if weights[0].is_cuda else "")
 
     def forward(self, tokens: Tensor, counts: Tensor | Ends, weights: Tensor) -> tuple[Tensor, None]:
         """Applies each expert to its tokens (n, h), sorted by expert, times the float32 weights (n,)."""

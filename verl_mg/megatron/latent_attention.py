@@ -96,6 +96,8 @@ class MultiLatentAttention(MLASelfAttention):
 class PackedMLA(PackedAttention):
     """Packed attention whose queries and keys have a part without positions and a rotary part, see `LatentConfig`."""
 
+    kind = "latent attention"
+
     def __init__(self, *arguments: Any, interleaved: bool, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.interleaved = interleaved

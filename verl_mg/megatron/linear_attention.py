@@ -23,7 +23,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from verl_mg.megatron.delta_rule import convolve, delta_rule
+from verl_mg.choice import Choice
+from verl_mg.megatron.delta_rule import convolve, delta_rule, has_fused_kernels
 from verl_mg.megatron.layers import RMSNorm
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.models.attention_config import LinearConfig
@@ -95,6 +96,17 @@ class GatedDeltaNet(MegatronModule):
         self.out_norm.zero_centered = False  # unlike the other norms of these models
         selective = config.recompute_granularity == "selective"
         self._checkpoints_core = selective and "core_attn" in config.recompute_modules
+
+    def chosen(self) -> Choice:
+        """Returns what this layer's delta rule computes with."""
+        if has_fused_kernels(self.dt_bias):
+            return Choice("linear attention", "flash-linear-attention")
+        # GPU: the kernels of flash-linear-attention, where they are installed and the job is not deterministic.
+        # GPU-TEST: tests/run/test_start_table.py::test_megatron_model_on_cuda_says_what_its_layers_compute_with
+        # GPU-RAN: not yet
+        is_slow = self.dt_bias.is_cuda and not torch.are_deterministic_algorithms_enabled()
+        remedy = "torch's own kernels compute the delta rule. Install flash-linear-attention." if is_slow else ""
+        return Choice("linear attention", "torch, chunk by chunk", remedy)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: PackedSequences, **_: Any

@@ -51,6 +51,11 @@ class PackedModel(GPTModel):
         self.real_rows = max(0, min(rows, weights.config.vocab - self.first_token))
         self.detaches_heads = False
 
+    def _set_attention_backend(self) -> None:
+        """Leaves the variables of Transformer Engine's attention as they are, unlike megatron-core."""
+        # It would set NVTE_UNFUSED_ATTN=1, so that whole matrices are multiplied where there is no kernel, without a
+        # warning: see `transformer_engine_spec`.
+
     def add_multi_token_layer(self, spec: ModuleSpec, groups: ParallelGroups, megatron: MegatronConfig) -> None:
         """Adds the layer of multi-token prediction to the last chunk; it is frozen where its loss has no factor."""
         is_trained = loss_factor(megatron) > 0

@@ -25,9 +25,11 @@ from torch.nn import Module
 from verl_mg import device
 from verl_mg.batch import Batch
 from verl_mg.checkpoint.model_directory import ModelDirectories
+from verl_mg.choice import Choice
 from verl_mg.device import copy_to
 from verl_mg.layout import Layout
 from verl_mg.megatron.balance_losses import RowsOfTokens, factors
+from verl_mg.megatron.core_version import gradient_kernel
 from verl_mg.megatron.lora import MegatronAdapters
 from verl_mg.megatron.model import (
     ROUTER_BIAS,
@@ -40,7 +42,7 @@ from verl_mg.megatron.multi_token import loss_factor, next_tokens
 from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.routing import replayed_layers, routed_experts
-from verl_mg.megatron.transformer_config import bias_update_rate, exchanges_keys, token_multiple
+from verl_mg.megatron.transformer_config import bias_update_rate, chosen_kernels, exchanges_keys, token_multiple
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.models.hf_tensors import with_multi_token_layer
 from verl_mg.phase_timer import PhaseTimer
@@ -153,6 +155,13 @@ class MegatronRunner(Runner):
             if not spec.from_checkpoint:
                 self.lora.initialize()
         self.unrestored.update(self.adapters() if spec.from_checkpoint else ())
+
+    def _kernels(self) -> Iterator[Choice]:
+        yield chosen_kernels(self.table.config, self.spec)
+        modules = [module for chunk in self.chunks for module in chunk.modules()]
+        yield from (module.chosen() for module in modules if hasattr(module, "chosen"))
+        if self.spec.trained and not self.spec.lora:
+            yield Choice("weight gradients", ", ".join(sorted(set(map(gradient_kernel, modules)) - {""})))
 
     def _trained_tensors(self) -> frozenset[str]:
         """Returns the tensors of the table that are trained, which checkpoints contain; it has no adapters."""

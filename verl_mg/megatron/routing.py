@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from verl_mg.batch import Batch
+from verl_mg.choice import Choice
 from verl_mg.device import copy_to
 from verl_mg.engines.reports import equal_experts
 from verl_mg.errors import UserError
@@ -243,6 +244,18 @@ class RoutedLayer(TransformerLayer):
             # megatron-core would recompute with the experts of the micro-batch whose forward pass came last.
             self.mlp.moe_layer_recompute = False
             self.mlp.forward = partial(self._recomputed, self.mlp.forward)
+
+    def chosen(self) -> Choice:
+        """Returns what the experts compute with."""
+        experts: Any = self.mlp.experts  # of ours, or of megatron-core over Transformer Engine
+        if hasattr(experts, "chosen"):
+            choice: Choice = experts.chosen()
+            return choice
+        permutation = f"{'fused' if self.config.moe_permute_fusion else 'separate'} permutation"
+        if hasattr(getattr(experts, "linear_fc1", None), "num_gemms"):
+            return Choice("experts", f"Transformer Engine's grouped product, {permutation}")
+        slow = "a small product for each expert. Leave megatron.transformer.moe_grouped_gemm out."
+        return Choice("experts", f"one after another, {permutation}", slow)
 
     def forward(self, *arguments: Any, packed_seq_params: PackedSequences, **options: Any) -> tuple[Tensor, Any]:
         """Runs the layer: (t, 1, h) -> ((t, 1, h), None), where t is T / (cp * tp)."""

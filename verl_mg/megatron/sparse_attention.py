@@ -26,12 +26,14 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from verl_mg import device
+from verl_mg.choice import Choice
 from verl_mg.megatron.attention import rotate_end
 from verl_mg.megatron.latent_attention import MultiLatentAttention, PackedMLA
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.models.attention_config import IndexerConfig
 from verl_mg.training.flex_attention import attend_with_block_mask, block_mask
-from verl_mg.training.packed_attention import Scores, attend_where, has_ragged_kernel
+from verl_mg.training.packed_attention import BY_BLOCKS, Scores, attend_where, has_ragged_kernel
 
 NORM_EPS = 1e-6  # epsilon of the norm of keys: the checkpoints' modules use it whatever rms_norm_eps is
 SCORES = 2**27  # products of queries and keys that exist at a time, in float32: 512 MiB
@@ -173,9 +175,19 @@ class SparseLatentAttention(MultiLatentAttention):
 class PackedSparseMLA(PackedMLA):
     """Packed latent attention to the keys that `SparseLatentAttention` has selected."""
 
+    kind = "sparse attention"
+
     def __init__(self, *arguments: Any, layer_number: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.layer_number = layer_number
+
+    def chosen(self) -> Choice:
+        """Returns what computes attention to selected keys, and what rows so short that all keys are selected."""
+        part, of_short_rows, warning = super().chosen()
+        place = device.current_device()
+        by_blocks = has_ragged_kernel(place, self.config.params_dtype)
+        selected = BY_BLOCKS if by_blocks else "masks of all pairs"
+        return Choice(part, f"{selected} under the selected keys; short rows by {of_short_rows}", warning)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
         if self.layer_number not in packed.selected:

@@ -19,6 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
+from verl_mg.choice import Choice
 from verl_mg.config import MegatronConfig, Recompute
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout
@@ -34,7 +35,7 @@ from verl_mg.megatron.sparse_attention import PackedSparseMLA, SparseLatentAtten
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.sharding.megatron import Kernels
 from verl_mg.training.model_spec import ModelSpec
-from verl_mg.training.packed_attention import use_fastest_kernels
+from verl_mg.training.packed_attention import HOPPER, use_fastest_kernels
 
 Fields = dict[str, Any]  # arguments of `TransformerConfig` by name
 
@@ -43,6 +44,8 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
 }
 """Activation functions by their names in config.json."""
+
+MANY_EXPERTS = 64  # experts from which on Transformer Engine's fused permutation is worth a warning
 
 BIAS_UPDATE_RATE = "moe_router_bias_update_rate"
 """Field of `TransformerConfig` whose default would update the biases of routers; here they are frozen by default."""
@@ -321,6 +324,22 @@ def resolve_kernels(setting: Literal["auto", Kernels], dtype: torch.dtype, model
     if setting == "transformer_engine" and problem:
         raise UserError(f"model.kernels: {problem}")
     return "torch" if setting == "torch" or problem else "transformer_engine"
+
+
+def chosen_kernels(model: HFConfig, spec: ModelSpec) -> Choice:
+    """Returns whose kernels a model has, with a warning where others would be faster on this device."""
+    if spec.kernels == "transformer_engine":
+        return Choice("kernels", "Transformer Engine")
+    # GPU: Transformer Engine's kernels in half precision, where it is installed.
+    # GPU-TEST: tests/run/test_start_table.py::test_torch_kernels_on_a_gpu_are_a_warning_where_others_are_faster
+    # GPU-RAN: h200-1, h100-1
+    has_others = torch.cuda.is_available() and spec.dtype is not torch.float32
+    if not has_others or model.attention_sinks or model.indexer:
+        return Choice("kernels", "torch")
+    slow, experts = _problem(model, spec.dtype) or "", model.experts.count if model.experts else 0
+    if not slow and experts >= MANY_EXPERTS and torch.cuda.get_device_capability() >= HOPPER:
+        slow = f"torch permutes the tokens of {experts} experts in several kernels. Write model.kernels=auto."
+    return Choice("kernels", "torch", slow)
 
 
 def _problem(model: HFConfig | None, dtype: torch.dtype) -> str | None:

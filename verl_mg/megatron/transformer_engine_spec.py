@@ -33,9 +33,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor
 from transformer_engine.pytorch import DotProductAttention
+from transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention import _attention_backends
 from transformer_engine.pytorch.attention.dot_product_attention.utils import FlashAttentionUtils
 from transformer_engine.pytorch.attention.rope import apply_rotary_pos_emb
 
+from verl_mg import device
+from verl_mg.choice import Choice
 from verl_mg.megatron.attention import PackedAttention
 from verl_mg.megatron.core_version import submodules
 from verl_mg.megatron.latent_attention import LATENT_NORM_EPS, MultiLatentAttention, PackedMLA
@@ -48,6 +51,8 @@ from verl_mg.training.packed_attention import has_ragged_kernel
 
 log = logging.getLogger(__name__)
 
+TE = "Transformer Engine"
+PROBED = 128  # tokens on which attention chooses its kernel at the start
 NO_KERNEL = "No dot product attention backend is available"
 """Beginning of Transformer Engine's error where it has no kernel for the inputs."""
 
@@ -120,6 +125,39 @@ class FusedAttention(PackedAttention):
         super().__init__(*arguments, **options)
         # A kernel is fixed to numbers of heads and ranks, which depend on how many ranks share a micro-batch.
         self._kernels: dict[tuple[int, ...], Any] = {}  # None where Transformer Engine has none for the shape
+
+    def chosen(self) -> Choice:
+        """Returns what computes this layer's attention: Transformer Engine chooses when it is given some tokens."""
+        by_torch, place, c = super().chosen(), device.current_device(), self.config
+        if not has_ragged_kernel(place, c.params_dtype):
+            return by_torch
+        heads = c.num_attention_heads // c.tensor_model_parallel_size
+        kv_heads, widths = max(1, (c.num_query_groups or heads) // c.tensor_model_parallel_size), [c.kv_channels] * 2
+        if c.multi_latent_attention:
+            kv_heads, widths = heads, [c.qk_head_dim + c.qk_pos_emb_head_dim, c.v_head_dim]
+        options: dict[str, Any] = {"device": place, "dtype": c.params_dtype, "requires_grad": True}
+        query = torch.zeros(PROBED, heads, widths[0], **options)
+        key, value = (torch.zeros(PROBED, kv_heads, width, **options) for width in widths)
+        lengths, ends = torch.tensor([PROBED]), torch.tensor([0, PROBED], dtype=torch.int32, device=place)
+        packed = PackedSequences(
+            lengths=lengths,
+            key_lengths=lengths,
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=PROBED,
+            max_seqlen_kv=PROBED,
+        )
+        with torch.enable_grad():
+            context = self._with_fused_kernel(query, key, value, packed)
+        if context is None:
+            return by_torch._replace(
+                warning="Transformer Engine has no kernel for it. Install the cuDNN of torch's pin."
+            )
+        if _attention_backends["use_flash_attention"]:
+            return by_torch._replace(chosen=f"FlashAttention {_attention_backends['flash_attention_backend']} by {TE}")
+        if _attention_backends["use_fused_attention"]:
+            return by_torch._replace(chosen=f"cuDNN by {TE}")
+        return Choice(by_torch.part, f"whole matrices by {TE}", "not fused. Unset NVTE_UNFUSED_ATTN.")
 
     def rotated(self, x: Tensor, packed: PackedSequences) -> Tensor:
         """Applies the rotary embedding to queries or keys in one kernel, in float32: (T, heads, d) -> (T, heads, d)."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from verl_mg.config import FsdpConfig
 from verl_mg.errors import UserError
@@ -64,13 +67,7 @@ def run(options: argparse.Namespace, job: PlanRequest | None = None) -> None:
         of_backend = {"megatron": DEFAULT_OPTIONS, "fsdp": fsdp_options(FsdpConfig(), "bfloat16")}
         given["options"] = of_backend[options.backend]
     given = {**job.fields, **sheet, **measured, **given}  # later ones win: what is measured replaces a data sheet
-    table = _table(model, "language", given.get("options", DEFAULT_OPTIONS))
-    inputs = PlanInputs(table.for_engine(job.engine).with_traced_table(job.sharding_table), **given)
-    others = [
-        auxiliary_role(inputs, role, _table(role.model or model, role.head, role.options))
-        for role in _roles(inputs, options, job)
-    ]
-    inputs = replace(inputs, auxiliary_roles=tuple(others), notes=job.notes)
+    inputs = plan_inputs(job, model, given, partial(_roles, options=options, job=job))
     # A search keeps layouts that options name, and not the configuration's, which it is to replace.
     kept = PlanRequest() if options.search else job
     trained, served = Layout.parse(options.train) if options.train else kept.train, options.rollout or kept.rollout
@@ -101,6 +98,18 @@ def _recompute(text: str) -> Recompute:
         if module not in RECOMPUTABLE:
             raise UserError(f"--recompute: unknown module {module!r}. Use full, none, or {', '.join(RECOMPUTABLE)}.")
     return recompute(modules)
+
+
+def plan_inputs(
+    job: PlanRequest, model: str, given: Mapping[str, Any], roles: Callable[[PlanInputs], Iterable[AuxiliaryRole]]
+) -> PlanInputs:
+    """Returns the inputs of a plan: the actor's model and values by their names, then the other roles."""
+    table = _table(model, "language", given.get("options", DEFAULT_OPTIONS))
+    inputs = PlanInputs(table.for_engine(job.engine).with_traced_table(job.sharding_table), **given)
+    others = [
+        auxiliary_role(inputs, role, _table(role.model or model, role.head, role.options)) for role in roles(inputs)
+    ]
+    return replace(inputs, auxiliary_roles=tuple(others), notes=job.notes)
 
 
 def _table(model: str, head: Head, options: TrainingOptions) -> ModelTable:

@@ -1,6 +1,7 @@
-"""Bytes that are on a device at the same time: in training, in generation and in the weight sync between them.
+"""Bytes that are on a device at the same time: at the start, in training, generation and the weight sync between.
 
 phase          on the device of a rank with actor, critic and engine; everything is offloaded, engines sleep
+build          a role that is allocated, before it is offloaded
 training       the role that computes, with its activations
 weight sync    the actor's weights, the engine's weights
 generation     the engine's weights and KV cache
@@ -64,6 +65,17 @@ def syncing(inputs: PlanInputs, train: TrainMemory | None) -> Parts:
         for rank in _ranks(inputs, train)
     )
     return {} if inputs.rollout_ranks else _fullest(by_rank)
+
+
+def phases(inputs: PlanInputs, train: TrainMemory | None, rollout: RolloutMemory) -> dict[str, float]:
+    """Returns the bytes on the fullest rank of each phase, without the KV cache, which has what is left."""
+    weights, built = float(max(rollout.weights)), _ranks(inputs, train)
+    states = (_resident_parts(rank, excluding=role) | role.states for rank in built for role in rank)
+    sizes = {"build": _total(_fullest(states)), "training": _total(training(inputs, train))}
+    sizes["generation"] = _total(awake(inputs, train)) + weights
+    if not inputs.rollout_ranks:
+        sizes["weight sync"] = _total(syncing(inputs, train)) + weights
+    return sizes
 
 
 def engine_limit(inputs: PlanInputs, train: TrainMemory | None = None) -> float:

@@ -19,7 +19,7 @@ from verl_mg.planner.efficiency import CALIBRATION
 from verl_mg.planner.inputs import GIB, AuxiliaryRole, PlanInputs
 from verl_mg.planner.iteration_time import gathered_bytes, samples_at_once
 from verl_mg.planner.memory import micro_batch_bytes
-from verl_mg.planner.memory_phases import awake, problem, syncing, training
+from verl_mg.planner.memory_phases import phases, problem
 from verl_mg.planner.search import Pair, RolloutSide, TrainSide
 from verl_mg.planner.training_options import Recompute, TrainingOptions
 
@@ -136,11 +136,7 @@ def _computing(side: TrainSide | AuxiliaryRole, ranks: tuple[int, ...], parts: M
 
 def _phases(inputs: PlanInputs, pair: Pair) -> dict[str, float]:
     """Returns GiB of the fullest rank of each phase, without the KV cache, which has what is left."""
-    weights, train = max(pair.rollout.memory.weights), pair.train.memory
-    sizes = {"training": sum(training(inputs, train).values())}
-    sizes["generation"] = sum(awake(inputs, train).values()) + weights
-    if not inputs.rollout_ranks:
-        sizes["weight sync"] = sum(syncing(inputs, train).values()) + weights
+    sizes = phases(inputs, pair.train.memory, pair.rollout.memory)
     return {phase: _gib(size) for phase, size in sizes.items()}
 
 

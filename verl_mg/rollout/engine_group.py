@@ -66,6 +66,10 @@ class EngineGroup(ABC):
     def release_memory(self) -> None:  # noqa: B027, not all engines share memory with roles
         """Releases the engines' device memory before a role computes on their devices."""
 
+    def chosen(self) -> dict[str, str]:
+        """Returns what the engine that this rank leads computes with, by part; {} without one, and of servers."""
+        return {}
+
     @abstractmethod
     def update_weights(self, actor: Actor) -> dict[str, float]:
         """Transfers the actor's weights to all engines; returns bytes and seconds as metrics."""
@@ -121,7 +125,11 @@ class HFEngineGroup(EngineGroup):
     def __init__(self, engine: HFEngine, context: JobContext, wrap: WrapEngine = lambda engine: engine) -> None:
         super().__init__([True] * dist.get_world_size(), static=True, context=context)
         self.engine = wrap(engine)
-        self._sync = HFEngineSync(engine)
+        self._chosen, self._sync = engine.chosen, HFEngineSync(engine)
+
+    def chosen(self) -> dict[str, str]:
+        """Returns what the module of this rank computes with."""
+        return self._chosen()
 
     def update_weights(self, actor: Actor) -> dict[str, float]:
         """Transfers the weights into the modules, which share the parameters that their rank has already."""
@@ -171,6 +179,10 @@ class ProcessEngineGroup(InFlightEngineGroup):
         self._wake(weights=False, kv=True)  # last: the cache takes the memory of the actor's weights
         self._is_asleep = False
         return report
+
+    def chosen(self) -> dict[str, str]:
+        """Returns what the engine that this rank leads says of itself."""
+        return self._inner.chosen if self._inner else {}
 
     def _wake(self, *, weights: bool, kv: bool) -> None:
         """Wakes this rank's engine, after all ranks on its devices have returned the memory that they do not use."""

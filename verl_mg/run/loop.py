@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from verl_mg import device
@@ -33,6 +34,7 @@ from verl_mg.run.checkpointer import AsyncCheckpointer
 from verl_mg.run.job_state import restore
 from verl_mg.run.replay import Replay, ReplayRollout
 from verl_mg.run.run_dir import CHECKPOINTS, open_run_dir
+from verl_mg.run.start_table import StartTable, announce
 
 log = logging.getLogger(__name__)
 
@@ -89,9 +91,13 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
         resumes = checkpoint is not None
         job = RunningJob(config, roles, world.store, rollout, mode.learns, recipe.name, from_checkpoint=resumes)
         world.watch_progress(job.timer)
+        # GPU: the table of what the job computes with, and after the first iteration its memory and that of the plan.
+        # GPU-TEST: tests/run/test_start_table.py::test_job_on_cuda_prints_and_writes_its_table_once
+        # GPU-RAN: not yet
+        table = announce(job) if torch.cuda.is_available() else None
         done = restore(job, checkpoint, recipe.name) if checkpoint else 0
         job.start()
-        TrainingRun(recipe, job, world, done, last, status, endpoint).iterate(resumable=mode.is_full)
+        TrainingRun(recipe, job, world, done, last, status, endpoint, table).iterate(resumable=mode.is_full)
         job.close()
 
 
@@ -107,9 +113,10 @@ class TrainingRun:
         last: int,
         status: StatusFile,
         endpoint: PrometheusEndpoint,
+        table: StartTable | None = None,
     ) -> None:
         self._recipe, self._job, self._world = recipe, job, world
-        self._done, self._last, self._status = done, last, status
+        self._done, self._last, self._status, self._table = done, last, status, table
         self._saver = AsyncCheckpointer(
             job.config.job.output / CHECKPOINTS, job.config.checkpoint, recipe.name, done or None
         )
@@ -122,6 +129,8 @@ class TrainingRun:
             self._books.log(0, self._evaluation(0))
         for iteration in range(self._done + 1, self._last + 1):
             metrics = self._iteration(iteration)
+            if self._table and iteration == self._done + 1:
+                self._table.compare_memory(self._job.config.job.console and self._world.rank == 0)
             self._keep(iteration, metrics)
             if reason := self._stop_reason(iteration):
                 if resumable:

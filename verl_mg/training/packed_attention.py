@@ -19,6 +19,7 @@ of the heads:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -32,8 +33,12 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention.flex_attention import BlockMask
 
+from verl_mg.choice import Choice
 from verl_mg.library import is_installed
 from verl_mg.training.flex_attention import attend_with_block_mask, block_mask
+
+BY_BLOCKS = "torch's FlexAttention"
+IN_HALF_PRECISION = "Write model.dtype=bfloat16 where float32 is not needed."
 
 
 class Sequences:
@@ -89,19 +94,47 @@ class Scores:
         """Whether every kernel of attention computes them."""
         return self.softcap is None and self.sinks is None
 
+    @property
+    def kind(self) -> str:
+        """The keys that a query sees, and what changes their scores, in words."""
+        extent = "full" if self.window is None else f"window of {self.window} tokens"
+        return extent + ", softcapped" * (self.softcap is not None) + ", with sinks" * (self.sinks is not None)
+
 
 def has_ragged_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether torch has a kernel for packed sequences of different lengths."""
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """Implementation of `attend`, and its name."""
+
+    compute: Callable[[Tensor, Tensor, Tensor, Sequences, Scores], Tensor]
+    name: str
+
+    def choice(self, part: str, device: torch.device) -> Choice:
+        """Returns the row of layers that it computes."""
+        is_slow = device.type == "cuda" and self.compute is _run_by_run
+        return Choice(part, self.name, f"not fused in float32. {IN_HALF_PRECISION}" if is_slow else "")
+
+
+def kernel(device: torch.device, dtype: torch.dtype, scores: Scores) -> Kernel:
+    """Returns the fastest kernel that can compute attention within packed sequences."""
+    if not has_ragged_kernel(device, dtype):
+        # GPU: FlashAttention in half precision, FlexAttention for scores with a softcap or sinks.
+        # GPU-TEST: tests/run/test_start_table.py::test_megatron_model_on_cuda_says_what_its_layers_compute_with
+        # GPU-RAN: h200-1, h100-1
+        return Kernel(_run_by_run, f"torch's {'SDPA' if scores.are_plain else 'matrix products'}, run by run")
+    if scores.are_plain:
+        version = 3 if attention.current_flash_attention_impl() == IMPLEMENTATION else 2
+        return Kernel(_with_ragged_kernel, f"torch's FlashAttention {version}")
+    return Kernel(attend_by_blocks, BY_BLOCKS)
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     """Computes causal attention within each packed sequence by the fastest kernel that can."""
-    if not has_ragged_kernel(query.device, query.dtype):
-        return _run_by_run(query, key, value, sequences, scores)
-    if scores.are_plain:
-        return _with_ragged_kernel(query, key, value, sequences, scores)
-    return attend_by_blocks(query, key, value, sequences, scores)
+    return kernel(query.device, query.dtype, scores).compute(query, key, value, sequences, scores)
 
 
 def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:

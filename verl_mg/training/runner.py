@@ -13,6 +13,7 @@ from torch import Tensor, UntypedStorage
 
 from verl_mg import device
 from verl_mg.batch import Batch
+from verl_mg.choice import Choice
 from verl_mg.distributed.collectives import ProcessGroups
 from verl_mg.layout import Coordinates, Layout, Placement, Stage
 from verl_mg.phase_timer import PhaseTimer
@@ -199,6 +200,17 @@ class Runner(OnRanks, ABC):
     @abstractmethod
     def _run(self, work: Pass) -> list[Report]:
         """Runs the model as `run`, on a member."""
+
+    def chosen(self) -> list[Choice]:
+        """Returns what the model computes with on this rank, each once; [] outside the placement."""
+        if not self.is_member:
+            return []
+        precision = Choice("precision", device.precision(self.dtype))
+        return list(dict.fromkeys([precision, *self._kernels()]))
+
+    @abstractmethod
+    def _kernels(self) -> Iterable[Choice]:
+        """Yields what the layers of this rank, a member, compute with."""
 
     @property
     def can_share_prefixes(self) -> bool:

@@ -66,6 +66,7 @@ def test_engine_left_by_its_rank_answers_the_next_one_and_ends_with_the_launcher
 
     second = engine()
     assert (second.pid, second.version, second.health()) == (pid, 4, True)
+    assert second.chosen == first.chosen and "key-value cache" in second.chosen
     samples = {sample.id: sample for sample in second.generate(wanted, SAMPLING)}
     assert all(samples[i] == sample for i, sample in done.items()) and len(samples) == 8
     # SGLang has no seeds of requests on a CPU: whatever is generated again is another sample.

@@ -58,6 +58,11 @@ class HFEngine(RolloutEngine):
         self._abort = threading.Event()  # set in any thread, read after each token
         self._waiting: list[tuple[Request, Sampling]] = []
 
+    def chosen(self) -> dict[str, str]:
+        """Returns what the module computes with, by part."""
+        config = self.module.config.get_text_config()
+        return {"attention": f"{config._attn_implementation} of transformers", "CUDA graphs": "off"}
+
     def num_free_slots(self) -> int:
         """Returns the size of a batch minus the waiting requests."""
         return self._max_batch - len(self._waiting)

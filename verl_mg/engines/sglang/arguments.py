@@ -65,6 +65,7 @@ PADDED = (  # what a row is to begin with, and the multiple of the condition
 )
 # Attention backend of engines in float32 on GPUs, as SGLang's default there has 16 bits only.
 FLOAT32_ATTENTION = "triton"
+PHASES = ("prefill", "decode")
 ATTENTION = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
 WITH_FLOAT32 = (FLOAT32_ATTENTION, "torch_native", "flex_attention")  # attention backends that have float32
 # Largest width of a head in float32: tiles of wider ones may not fit into the memory of a block of Triton's kernel.
@@ -129,6 +130,24 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
         }
     place = _on_gpus(options) if torch.cuda.is_available() else _on_cpu(options)
     return common | place | dict(options.extra)
+
+
+def choices(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what an engine computes with, by arguments as passed, or as a started engine has resolved them."""
+
+    by_phase = {phase: arguments.get(f"{phase}_attention_backend") for phase in PHASES}
+    attention = ", ".join(f"{backend} in {phase}" for phase, backend in by_phase.items() if backend)
+    chosen = {
+        "attention": attention or arguments.get("attention_backend") or "auto",
+        "experts": arguments.get("moe_runner_backend") or "auto",
+        "memory fraction": str(arguments.get("mem_fraction_static") or "auto"),
+        "CUDA graphs": "off" if arguments.get("disable_cuda_graph") else "auto",
+    }
+    if graphs := arguments.get("cuda_graph_config"):  # of an engine that has started, and the next one too
+        chosen["CUDA graphs"] = ", ".join(f"{graphs[phase]['backend']} in {phase}" for phase in PHASES)
+    if memory := arguments.get("memory_usage"):
+        chosen["key-value cache"] = f"{memory['token_capacity']} tokens"
+    return chosen
 
 
 # Models and layouts that SGLang does not have on the CPU, or pads there, for which the weight table has no shards.

@@ -23,7 +23,7 @@ from verl_mg.engines.engine_host import EngineHost
 from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.payloads import named_views, open_payload
 from verl_mg.engines.sglang import internals
-from verl_mg.engines.sglang.arguments import has_multi_token_draft
+from verl_mg.engines.sglang.arguments import choices, has_multi_token_draft
 from verl_mg.engines.sglang.weight_loader import LOADER, merge_stages, pickled_by_value
 from verl_mg.images import Image
 
@@ -177,6 +177,10 @@ class SGLangHost(EngineHost):
         print("a scheduler of this node has ended", file=sys.stderr, flush=True)
         self.shutdown()
         os._exit(1)
+
+    async def chosen(self) -> dict[str, str]:
+        """Returns what the schedulers have made of the arguments; nothing on a further node of an engine."""
+        return choices((await self._manager.get_internal_state())[0]) if self._manager else {}
 
     def shutdown(self) -> None:
         """Ends all processes of SGLang."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,13 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
         common["lora_target_modules"] = list(options.adapters.targets)
     place = _on_gpus(config, options) if torch.cuda.is_available() else _on_cpu(config, options)
     return common | place | dict(options.extra)
+
+
+def choices(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Returns what an engine computes with, by arguments as passed, or as a started engine has resolved them."""
+    parts = {"experts": "moe_backend", "memory fraction": "gpu_memory_utilization", "attention": "attention_backend"}
+    graphs = "off" if arguments.get("enforce_eager") else "on"
+    return {part: str(arguments.get(name) or "auto") for part, name in parts.items()} | {"CUDA graphs": graphs}
 
 
 def place_arguments(options: EngineOptions, ports: Sequence[int], address: str) -> dict[str, Any]:

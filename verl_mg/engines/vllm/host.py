@@ -20,6 +20,7 @@ from verl_mg.engines.engine_attachment import EngineListener
 from verl_mg.engines.engine_host import EngineHost
 from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.vllm import internals
+from verl_mg.engines.vllm.arguments import choices
 from verl_mg.images import Image
 
 SEED_STEP = 0x9E3779B97F4A7C15  # odd number that distributes the seeds of a request's continuations
@@ -44,13 +45,14 @@ class VLLMHost(EngineHost):
         super().__init__(options)
         self._statistics = statistics
         self._engine, self._captures_routing, self._processor = engine, captures_routing, processor
+        self._attention = ""  # kernels of attention of the workers
         self._adapters: Any = None  # vLLM's request for the adapters that all requests use
 
     async def serve(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener: EngineListener | None
     ) -> None:
         """Prepares the workers, then serves the messages of ranks; ends the process when vLLM's end."""
-        await self._rpc("prepare", self._captures_routing)
+        self._attention = " and ".join(dict.fromkeys(await self._rpc("prepare", self._captures_routing)))
         watch = asyncio.get_running_loop().create_task(self._watch())
         await super().serve(reader, writer, listener)
         watch.cancel()
@@ -155,6 +157,16 @@ class VLLMHost(EngineHost):
     async def unpause(self) -> None:
         """Implements `EngineHost.unpause`."""
         await self._call_engine(self._engine.resume_generation())
+
+    async def chosen(self) -> dict[str, str]:
+        """Returns what vLLM has made of the arguments, and the attention of its workers."""
+        config = self._engine.vllm_config
+        resolved = {
+            "enforce_eager": config.model_config.enforce_eager,
+            "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
+            "moe_backend": config.kernel_config.moe_backend,
+        }
+        return choices(resolved) | {"attention": self._attention}
 
     def shutdown(self) -> None:
         """Ends all processes of vLLM."""

@@ -33,8 +33,8 @@ class WorkerExtension:
     device: torch.device
     model_runner: Any  # object of vLLM that has the model and its sampler
 
-    def prepare(self, captures_routing: bool) -> None:
-        """Adapts the worker, once after the start."""
+    def prepare(self, captures_routing: bool) -> str:
+        """Adapts the worker, once after the start, and returns the names of its kernels of attention."""
         runner = self.model_runner
         if runner.sampler is not None:  # the last pipeline stage's
             internals.return_full_logprobs(runner)
@@ -48,6 +48,8 @@ class WorkerExtension:
         if ident := os.environ.get("VLLM_DIST_IDENT"):
             for path in glob.glob(f"/dev/shm/*{ident}*") + glob.glob(f"{tempfile.gettempdir()}/{ident}"):
                 Path(path).unlink(missing_ok=True)
+        groups = [group for of_cache in runner.attn_groups for group in of_cache]
+        return " and ".join(sorted({group.backend.get_name() for group in groups}))
 
     @torch.no_grad()
     def write_shards(self, payloads: Sequence[str], is_last: bool) -> None:

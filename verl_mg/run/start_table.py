@@ -1,0 +1,177 @@
+"""Table of what a job computes with, collected from its roles, engines and devices when it starts, with warnings.
+
+Rows come from the part that has made the choice:
+
+    actor, tp2        attention, full          cuDNN by Transformer Engine
+    engine sglang     attention                fa3
+    devices           NCCL within a node       NVLink (the driver's list of links)
+    memory            training                 61.2 of 79.2 GiB planned
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from verl_mg import device
+from verl_mg.choice import Choice
+from verl_mg.config import Config
+from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.distributed.transport import transports
+from verl_mg.errors import UserError
+from verl_mg.job.job import RunningJob
+from verl_mg.jsonl import replacing
+from verl_mg.library import installed_versions
+from verl_mg.planner.job_memory import JobMemory, job_memory
+
+START = "start.json"
+GIB = 2**30
+RAN_ON = {(9, 0): "H100 and H200"}
+"""GPUs on which this project has run, by their compute capability: the folders of `benchmarks/`."""
+RAN_WITH = {
+    "torch": ("2.11.0", "2.14.1"),
+    "NCCL": ("2.28.9", "2.30.7"),
+    "megatron-core": ("0.19.2",),
+    "transformer-engine": ("2.20.2",),
+    "sglang": ("0.5.23",),
+    "transformers": ("5.19.0",),
+}
+"""Versions with which it has run there."""
+NEVER_RAN: Mapping[str, Callable[[Config], object]] = {
+    "rollout.engine=vllm": lambda c: c.rollout.engine == "vllm",
+    "rollout.wire=int4": lambda c: c.rollout.wire == "int4",
+    "rollout.adapters=true": lambda c: c.rollout.adapters,
+    "rollout.urls": lambda c: c.rollout.has_servers,
+    "rollout.engine=sglang with job.deterministic": lambda c: c.job.deterministic and c.rollout.engine == "sglang",
+    "fsdp.cpu_offload=true": lambda c: c.fsdp.cpu_offload and c.actor.backend == "fsdp",
+    "actor.optimizer.kind=muon": lambda c: c.actor.optimizer.kind == "muon",
+}
+"""Options with which no job has run to its end on a GPU yet, by their keys."""
+UNTRIED = "it has not run on a GPU in this project. Run its tests first (bash tools/test_gpu.sh), and watch mismatch/."
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StartTable:
+    """Rows of all ranks, each once."""
+
+    sections: Mapping[str, Sequence[Choice]]
+    memory: JobMemory | None = None  # planned memory; None where it cannot be planned, and except on rank 0
+
+    @property
+    def warnings(self) -> list[str]:
+        """One line for each row that is slow or untried, with the remedy."""
+        return [
+            f"{section}, {row.part}: {row.chosen}: {row.warning}"
+            for section, rows in self.sections.items()
+            for row in rows
+            if row.warning
+        ]
+
+    def lines(self) -> list[str]:
+        """Returns the table as text, without the warnings."""
+        rows = [
+            ("" if number else section, *row)
+            for section, of_section in self.sections.items()
+            for number, row in enumerate(of_section)
+        ]
+        names, parts = (max(len(row[column]) for row in rows) for column in (0, 1))
+        return [f"{name:<{names}}  {part:<{parts}}  {chosen}" for name, part, chosen, _ in rows]
+
+    def write(self, folder: Path) -> None:
+        """Writes the table for programs."""
+        content = {"rows": {name: [row._asdict() for row in rows] for name, rows in self.sections.items()}}
+        with replacing(folder / START) as file:
+            file.write_text(json.dumps(content | {"warnings": self.warnings}, indent=2) + "\n", encoding="utf-8")
+
+    def compare_memory(self, shows: bool) -> None:
+        """Prints the largest memory of a rank so far, and that of the plan; all ranks call it together."""
+        peak = max(all_gather_json(torch.cuda.max_memory_allocated()))
+        if shows and self.memory:
+            phase, planned = max(self.memory.phases.items(), key=lambda item: item[1])
+            print(
+                f"memory    {_gib(peak)} GiB of tensors on the fullest rank, {_gib(planned)} planned ({phase})",
+                flush=True,
+            )
+
+
+def start_table(job: RunningJob) -> StartTable:
+    """Collects the table of a job whose roles are built; all ranks call it together."""
+    places = {tuple(place) for place in all_gather_json([socket.gethostname(), str(device.current_device())])}
+    here = job.chosen() | {"devices": [*_devices(len(places)), *transports(len({host for host, _ in places}))]}
+    sections: dict[str, dict[Choice, None]] = {}
+    for of_rank in all_gather_json(here):
+        for section, rows in of_rank.items():
+            sections.setdefault(section, {}).update(dict.fromkeys(Choice(*row) for row in rows))
+    memory = None
+    if dist.get_rank() == 0:
+        memory, rows = _memory(job)
+        sections |= {"memory": dict.fromkeys(rows), "options": dict.fromkeys(_untried(job))}
+    return StartTable({section: list(rows) for section, rows in sections.items()}, memory)
+
+
+def announce(job: RunningJob) -> StartTable:
+    """Prints and writes the table of a job that starts, with its warnings; all ranks call it together."""
+    table, config = start_table(job), job.config.job
+    if dist.get_rank() == 0:
+        if config.console:
+            print("\n".join(table.lines()), flush=True)
+        for line in table.warnings:
+            log.warning("%s", line)
+        table.write(config.output)
+    return table
+
+
+def _devices(count: int) -> Iterator[Choice]:
+    versions = {name: version for name, version in installed_versions().items() if version != "none"}
+    if not torch.cuda.is_available():
+        # GPU: its name, and warnings of a kind or of versions with which nothing has run.
+        # GPU-TEST: tests/run/test_start_table.py::test_device_or_version_that_nothing_has_run_with_is_a_warning
+        # GPU-RAN: not yet
+        yield Choice("kind", "CPU")
+        return
+    capability = torch.cuda.get_device_capability()
+    name = f"{torch.cuda.get_device_name()}, compute capability {'.'.join(map(str, capability))}"
+    yield Choice("number", f"{count}", f"several GPUs: {UNTRIED}" if count > 1 else "")
+    untried = f"this project has run on {' and '.join(RAN_ON.values())} only. Run bash tools/test_gpu.sh first."
+    yield Choice("kind", name, "" if capability in RAN_ON else untried)
+    for package, tried in RAN_WITH.items():
+        version = versions.get(package, "").partition("+")[0]
+        if version:
+            remedy = f"it has run with {' and '.join(tried)}. Install launch/requirements-gpu.txt."
+            yield Choice(package, version, "" if version in tried else remedy)
+
+
+def _memory(job: RunningJob) -> tuple[JobMemory | None, list[Choice]]:
+    size, ranks = device.total_memory(), dist.get_world_size()
+    try:
+        memory = job_memory(job.config, set(job.requested), ranks, device.ranks_of_a_node(ranks), size)
+    except UserError as error:
+        return None, [Choice("plan", f"none: {error}")]
+    except Exception as error:  # a report must not end a job
+        log.warning("the memory of the job cannot be planned", exc_info=True)
+        return None, [Choice("plan", f"none: {type(error).__name__}: {error}")]
+    of_device = f" of {_gib(size)}" if size else ""
+    rows = [Choice(phase, f"{_gib(planned)}{of_device} GiB planned") for phase, planned in memory.phases.items()]
+    if memory.problem:
+        rows.append(Choice("plan", "does not fit", f"{memory.problem}. verl-mg plan --search finds layouts that do."))
+    return memory, rows
+
+
+def _untried(job: RunningJob) -> Iterator[Choice]:
+    if torch.cuda.is_available():
+        for key, is_set in NEVER_RAN.items():
+            if is_set(job.config) and ("rollout" in job.requested or not key.startswith("rollout.")):
+                yield Choice("untried", key, UNTRIED)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:,.1f}"
