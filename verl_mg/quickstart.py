@@ -84,6 +84,9 @@ def accuracies(metrics: Path) -> tuple[float, float]:
 
 
 def _train_command(recipe: str, model: Path, folder: Path, overrides: Iterable[str]) -> list[str]:
+    # GPU: no more ranks than GPUs.
+    # GPU-TEST: tests/test_quickstart.py::test_quickstart_commands_start_no_more_ranks_than_gpus
+    # GPU-RAN: h200-1
     gpus = torch.cuda.device_count()
     file, config = RECIPES / f"{recipe}.py", RECIPES / "configs" / f"quickstart_{recipe}.yaml"
     for path in (file, config):

@@ -108,6 +108,10 @@ def init_process_group(store: Store, rank: int, size: int) -> None:
     NCCL creates it in the first collective that all ranks enter. The first use would otherwise be the messages of a
     weight sync, in which some ranks have none: the others would wait for them forever.
     """
+    # GPU: NCCL's communicator of all ranks is made in a first all-reduce, before any rank could have no message.
+    # GPU-TEST: tests/distributed/test_world.py::
+    # test_join_with_a_gpu_enters_a_collective_first_and_waits_longer_than_a_stall
+    # GPU-RAN: h200-1, h100-1
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(device.current_device())

@@ -10,6 +10,9 @@ import torch
 # Both libraries warn every rank about optional packages that are not installed; the README lists these.
 warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
 
+# GPU: the CPU platform is not imported: torch and megatron-core are as installed.
+# GPU-TEST: tests/megatron/test_cpu_shim.py
+# GPU-RAN: h200-1, h100-1
 if not torch.cuda.is_available():
     from verl_mg.megatron import cpu_shim
 
