@@ -42,7 +42,7 @@ def test_page_is_what_the_markers_and_reports_say():
 
 def test_marker_has_sentence_tests_and_reports_of_the_code_behind_it():
     field, place = places_of(MARKED, "x.py")
-    assert (field.name, field.on_gpus, field.line) == ("FIELD", "other kernels.", 8)
+    assert (field.name, field.on_gpus, field.line) == ("FIELD", "other kernels.", 9)
     assert (field.tests, field.ran) == (("tests/a.py::test_a", "tests/b.py"), ("h200-1", "h100-1"))
     assert (place.name, place.tests, place.ran) == ("Engine.place", (), ())
 

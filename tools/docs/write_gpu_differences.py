@@ -52,8 +52,8 @@ IMAGES = "test_rows_with_images_on_devices_have_log_probs_of_transformers"
 NOT_RUN = (
     NotRun("The installation as documented, and the Docker image: the cards so far had the pinned packages, but an "
            "older cuDNN (9.19), and Transformer Engine compiled elsewhere"),
-    NotRun("Training figures of an H100 (tokens per second, memory against the plan), with a cuDNN in which Transformer "
-           "Engine has kernels of attention", reports=r"h100.*-1/.*bench"),
+    NotRun("Training figures of an H100 (tokens per second, memory against the plan), with a cuDNN that has "
+           "kernels of attention for Transformer Engine", reports=r"h100.*-1/.*bench"),
     NotRun("Several GPUs of a node: NVLink, handles of memory between GPUs, `verl-mg doctor` on all of them",
            reports=r"-([2-9]|\d\d)/"),
     NotRun("vLLM: start, answers, weight sync, sleep and wake, CUDA graphs, its second model runner, routed experts",
