@@ -139,6 +139,7 @@ def test_functions_that_the_cpu_platform_replaces_are_on_the_page():
 
 
 @needs_sglang
+@pytest.mark.nightly  # imports SGLang
 def test_functions_of_sglang_that_the_cpu_replaces_are_on_the_page():
     imports = ("torch", "sglang.srt.managers.scheduler", "sglang.srt.mem_cache.pool_host.common")
     statement = "from verl_mg.engines.sglang import internals; internals._do_without_gpu()"
