@@ -1,7 +1,7 @@
 """`verl-mg quickstart`: a tiny model learns to add, by SFT to a rough start and by GRPO from there.
 
 OUTPUT/model ─▶ SFT on sums, stopped early ─▶ OUTPUT/sft/model ─▶ GRPO, reward 0 or 1 ─▶ OUTPUT/grpo
-Overrides such as `rollout.engine=sglang` are for GRPO, those of the sections OF_BOTH for both jobs.
+Overrides such as `rollout.engine=sglang` are for GRPO; the sections OF_BOTH are for both jobs.
 
 OUTPUT/data/train.jsonl: {"prompt": "07+35=", "answer": "42"}, ...      test.jsonl: 500 other sums
 """
@@ -35,7 +35,7 @@ DATA_SEED = 0
 
 FOLDERS = ("model", "data", "sft", "grpo")
 OF_BOTH = ("model", "actor", "fsdp", "megatron", "job", "checkpoint", "profile")
-"""Sections whose overrides are for SFT and GRPO; those of `algorithm` are for the recipe that has the key."""
+"""Sections whose overrides are for SFT and GRPO; keys of `algorithm` are for the recipe that has them."""
 MADE = ("model.path", "data.train", "data.test", "job.output")
 """Keys that the quickstart sets."""
 

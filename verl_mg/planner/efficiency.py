@@ -99,7 +99,7 @@ class Efficiency:
     """Seconds of an iteration outside of the phases: data, rewards, allocator, switches between phases."""
 
     def figures(self, gpu: GPU) -> dict[str, float]:
-        """Returns the hardware figures of a plan for a GPU: what was measured, else what jobs reach of its data sheet."""
+        """Returns the hardware figures of a plan for a GPU: those measured, else what jobs reach of its data sheet."""
         sheet = {
             "flops": self.gemm * gpu.bf16,
             "peak": gpu.bf16,
