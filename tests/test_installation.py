@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import textwrap
 import zipfile
 from distutils.core import run_setup  # that of setuptools
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -71,6 +72,76 @@ def test_pins_are_those_that_sglang_shares_with_training():
         for each in shared:
             assert each.specifier.contains(pins(lock)[each.name]), (lock, each)
     assert pins(GPU_LOCK)["megatron-core"] == pins(CPU_LOCK)["megatron-core"]
+
+
+def commands(document: str) -> str:
+    """The shell commands that a document shows for Transformer Engine."""
+    text = (ROOT / document).read_text()
+    if document.endswith(".md"):
+        (block,) = [part for part in text.split("\n\n") if "--no-build-isolation -r" in part]
+        return textwrap.dedent(block)
+    joined = text.replace("\\\n", " ").splitlines()
+    (line,) = [line for line in joined if line.startswith("RUN ") and "--no-build-isolation -r" in line]
+    return line.removeprefix("RUN ")
+
+
+# The build of Transformer Engine prints the variable instead; nothing is installed.
+INSTEAD = r"""
+uv() { case "$*" in *--no-build-isolation\ -r*) printenv CPLUS_INCLUDE_PATH >"$OLDPWD/printed"; exit ;; esac; }
+source() { :; }
+"""
+
+
+def include_path(document: str, folder: Path) -> str:
+    """CPLUS_INCLUDE_PATH with which the commands of a document build Transformer Engine."""
+    script = INSTEAD + commands(document).replace("/tmp/", f"{folder}/")
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OLDPWD": str(folder)}
+    subprocess.run(["bash", "-c", script], cwd=ROOT, env=environment, check=False)
+    return (folder / "printed").read_text().strip()
+
+
+@pytest.fixture(scope="module")
+def transformer_engine(tmp_path_factory) -> Path:
+    """The source of Transformer Engine's torch part that is pinned, unpacked."""
+    folder, name = tmp_path_factory.mktemp("te"), "transformer-engine-torch"
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-binary", name, "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, f"{name}=={pins(GPU_LOCK)[name]}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"Transformer Engine's source cannot be downloaded: {done.stderr.strip()[-200:]}")
+    (archive,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(archive, folder, filter="data")
+    return next(path for path in folder.iterdir() if path.is_dir())
+
+
+def preprocessed(source: Path, include_path: str) -> str:
+    """Errors of the compiler in the headers of Transformer Engine, with the folders of `build_tools/pytorch.py`."""
+    purelib = Path(sysconfig.get_path("purelib"))
+    # In place of a whole CUDA toolkit, which has neither NCCL nor cuDNN.
+    toolkit = [
+        Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include",
+        purelib / "nvidia" / "cu13" / "include",
+    ]
+    headers = source / "common_headers"
+    torch = purelib / "torch" / "include"
+    folders = [*toolkit, headers, headers / "common", headers / "common" / "include", source / "csrc", torch]
+    folders += [torch / "torch" / "csrc" / "api" / "include", Path(sysconfig.get_path("include"))]
+    command = ["g++", "-std=c++20", "-E", "-x", "c++", *(f"-I{folder}" for folder in folders)]
+    environment = os.environ | {"CPLUS_INCLUDE_PATH": include_path}
+    done = subprocess.run(
+        [*command, "-o", "/dev/null", source / "csrc" / "extensions.h"], env=environment, capture_output=True, text=True
+    )
+    return done.stderr
+
+
+@pytest.mark.parametrize("document", ["docs/install_on_gpus.md", "launch/Dockerfile"])
+def test_transformer_engine_finds_its_headers_with_the_commands_of_the_documents(
+    transformer_engine, tmp_path, document
+):
+    if not shutil.which("g++") or not (Path(sysconfig.get_path("purelib")) / "nvidia" / "nccl" / "include").is_dir():
+        pytest.skip("there is no g++, or this torch is not one for CUDA, which brings NCCL's headers")
+    assert "nccl.h: No such file" in preprocessed(transformer_engine, "")
+    assert preprocessed(transformer_engine, include_path(document, tmp_path)) == ""
 
 
 @pytest.fixture

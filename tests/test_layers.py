@@ -33,6 +33,7 @@ LAYERS = {package: layer for layer, packages in enumerate(PACKAGES) for package 
 SAME_LAYER = {
     ("batch", "images"),
     ("config", "layout"),
+    ("phase_timer", "device"),
     ("run", "monitor"),
     ("__main__", "cli"),
     *(("cli", module) for module in ("launch", "quickstart", "view", "doctor", "support", "evaluation")),

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from tests.helpers import warm_start
+from tests.helpers.traces import needs_sglang
 from verl_mg import quickstart as module
+from verl_mg.cli import main
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
 from verl_mg.job.recipe import load_recipe
-from verl_mg.quickstart import accuracies, quickstart, train_commands, write_sums
+from verl_mg.quickstart import accuracies, divided, quickstart, train_commands, write_sums
 
 SHORT_SFT = ["job.iterations=2", "algorithm.examples_per_iteration=8"]
 SHORT_GRPO = ["job.iterations=2", "algorithm.prompts_per_iteration=4", "algorithm.group_size=2", "evaluation.prompts=8"]
@@ -58,6 +60,37 @@ def test_quickstart_commands_start_no_more_ranks_than_gpus(monkeypatch, gpus, ra
         assert command[command.index("--nproc-per-node") + 1] == str(ranks)
 
 
+def test_overrides_of_quickstart_go_to_the_jobs_that_have_their_keys():
+    given = [
+        "rollout.engine=sglang",
+        "actor.layout=tp2",
+        "algorithm.examples_per_iteration=8",
+        "algorithm.group_size=2",
+    ]
+    sft, grpo = map(parsed, train_commands(Path("x"), *divided(given)))
+    assert (sft.rollout.engine, sft.actor.layout, sft.algorithm.examples_per_iteration) == ("hf", "tp2", 8)
+    assert (grpo.rollout.engine, grpo.actor.layout, grpo.algorithm.group_size) == ("sglang", "tp2", 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.path=x", "model.path: the quickstart sets it. Leave it out, or "),
+        ("algorithm.examples=8", "quickstart_grpo.yaml: algorithm.examples: unknown key. "),
+        ("rollout.engin=sglang", "quickstart_grpo.yaml: rollout.engin: unknown key. Did you mean rollout.engine?"),
+        ("job.iterations=none", "quickstart_sft.yaml: job.iterations: "),
+        ("sglang", "'sglang': not an override. "),
+    ],
+)
+def test_quickstart_with_a_wrong_override_is_one_line_and_removes_nothing(override, words, tmp_path, capsys):
+    (tmp_path / "sft").mkdir()
+    with pytest.raises(SystemExit) as ended:
+        main(["quickstart", "--output", str(tmp_path), override])
+    assert ended.value.code == 2 and (tmp_path / "sft").exists()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words in line
+
+
 def test_accuracies_of_a_run_are_first_and_last(tmp_path):
     steps = [{"eval/reward": 0.25}, {"reward/mean": 0.5}, {"eval/reward": 0.5}, {"eval/reward": 0.75}]
     file = tmp_path / "metrics.jsonl"
@@ -84,6 +117,19 @@ def warm_jobs(monkeypatch):
     warm = warm_start.shared()
     monkeypatch.setattr(module.sys, "executable", warm.python)
     monkeypatch.setenv("PYTHON_EXEC", warm.python)
+
+
+@needs_sglang
+@pytest.mark.nightly
+def test_quickstart_with_sglang_generates_with_its_engines(tmp_path, capfd, warm_jobs):
+    few = ["algorithm.examples_per_iteration=8", *SHORT_GRPO]
+    main(["quickstart", "--output", str(tmp_path), "rollout.engine=sglang", *few])
+    assert "rollout.engine=sglang" in capfd.readouterr().out
+    steps = list(map(json.loads, (tmp_path / "grpo" / "metrics.jsonl").read_text().splitlines()))
+    # Engine and trainer compute the same in float32.
+    assert sum("mismatch/mean_abs" in step for step in steps) == 2 and all(
+        step["mismatch/mean_abs"] < 1e-4 for step in steps if "mismatch/mean_abs" in step
+    )
 
 
 def test_quickstart_with_short_jobs_writes_all_outputs(tmp_path, capfd, warm_jobs):

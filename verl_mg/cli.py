@@ -60,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(command("train", _train, "run a recipe; start it with torchrun or mpirun for more than one rank"))
     add = command("quickstart", _quickstart, "train a tiny model to add, in minutes, on any machine").add_argument
     add("--output", default="runs/quickstart", help="folder of the run (default: %(default)s)")
+    add("overrides", nargs="*", metavar="a.b=c", help="values of GRPO's configuration, or of both jobs'")
     _add_eval(command("eval", _eval, "evaluate a model or a run on sets of prompts, or compare two evaluations"))
     add = command("status", _status, "progress of a run; exit code 0 if it has finished, else 3").add_argument
     add("folder", metavar="RUN", type=Path, help="folder of the run, its job.output")
@@ -186,9 +187,10 @@ def _config_file(arguments: argparse.Namespace, folder: str = "configs") -> Path
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:
-    from verl_mg.quickstart import quickstart
+    from verl_mg.quickstart import divided, quickstart
 
-    quickstart(arguments.output)
+    of_sft, of_grpo = divided(arguments.overrides)
+    quickstart(arguments.output, sft_overrides=of_sft, grpo_overrides=of_grpo)
 
 
 def _eval(arguments: argparse.Namespace) -> None:

@@ -12,6 +12,9 @@ import torch
 
 def current_device() -> torch.device:
     """Returns the GPU of this process, or the CPU."""
+    # GPU: the GPU with the rank's number on its node; in turn where ranks share GPUs.
+    # GPU-TEST: tests/megatron/test_fake_cuda.py::test_train_family_on_cuda_has_values_of_transformers
+    # GPU-RAN: h200-1, h100-1
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     return torch.device("cpu")
@@ -19,17 +22,27 @@ def current_device() -> torch.device:
 
 def copy_to(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     """Starts the copy of a tensor in host memory to a device; the host does not wait for the device's earlier work."""
+    # GPU: a copy through pinned memory, for which the host does not wait.
+    # GPU-TEST: tests/megatron/test_fake_cuda.py::test_train_on_cuda_needs_no_wait_for_a_micro_batch
+    # GPU-RAN: h200-1, h100-1
     # A copy from memory that is not pinned ends after everything that was started on the device before it.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def backend() -> str:
     """Returns the backend of the group of all ranks: gloo for tensors in host memory, and NCCL for tensors on GPUs."""
+    # GPU: NCCL for tensors on the device, gloo for tensors of the host.
+    # GPU-TEST: tests/distributed/test_world.py::
+    # test_join_with_a_gpu_enters_a_collective_first_and_waits_longer_than_a_stall
+    # GPU-RAN: h200-1, h100-1
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
 def group_backend() -> str:
     """Returns the backend of a group whose tensors are all on this rank's device."""
+    # GPU: only NCCL: objects and tensors of the host go through the group of all ranks.
+    # GPU-TEST: none
+    # GPU-RAN: h200-1
     # NCCL without gloo, which connects each pair of a group's ranks: 1,468 connections of a rank for one layout on
     # 1,024 ranks.
     return "nccl" if torch.cuda.is_available() else "gloo"
@@ -90,8 +103,29 @@ def ranks_of_a_node(ranks: int) -> int:
     return ranks
 
 
+def synchronize() -> None:
+    """Waits until this process's device has done what was started on it; on the CPU nothing is left to do."""
+    # GPU: a wait for all kernels and copies.
+    # GPU-TEST: tests/megatron/test_fake_cuda.py::test_recorded_cuda_calls_keep_their_order
+    # GPU-RAN: h200-1, h100-1
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def host_buffer(values: torch.Tensor) -> torch.Tensor:
+    """Allocates host memory of the shape and dtype of a tensor, from and to which its device copies asynchronously."""
+    # GPU: pinned memory.
+    # GPU-TEST: tests/megatron/test_fake_cuda.py::test_fake_cuda_counts_operations_that_wait
+    # GPU-RAN: h200-1, h100-1
+    return torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda)
+
+
 def release_unused_memory() -> None:
     """Returns memory without tensors from torch's allocator to the device, where another process can use it."""
+    # GPU: memory returns to the driver, also what other processes have opened and closed.
+    # GPU-TEST: tests/weight_sync/test_memory_handover.py::
+    # test_update_weights_wakes_engine_after_all_ranks_released_memory
+    # GPU-RAN: h200-1, h100-1
     if torch.cuda.is_available():
         torch.cuda.ipc_collect()  # memory that was shared with a process which has closed it since
     torch.cuda.empty_cache()
@@ -99,11 +133,17 @@ def release_unused_memory() -> None:
 
 def free_memory() -> int | None:
     """Returns the bytes of this process's GPU that no process uses; None on the CPU."""
+    # GPU: the driver's figure; on the CPU nothing is sized by it.
+    # GPU-TEST: tests/weight_sync/test_transfer_plan.py::test_fitting_chunk_bytes_halves_until_two_fit_free_memory
+    # GPU-RAN: h200-1, h100-1
     return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
 
 
 def total_memory() -> int | None:
     """Returns the bytes of this process's GPU; None on the CPU."""
+    # GPU: the driver's figure; on the CPU nothing is sized by it.
+    # GPU-TEST: none
+    # GPU-RAN: h200-1, h100-1
     return torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else None
 
 

@@ -238,6 +238,9 @@ def measure_bandwidth() -> dict[str, float]:
     if ranks == 1:
         return {}
     place = device.current_device()
+    # GPU: transfers of 256 MiB over NCCL.
+    # GPU-TEST: tests/test_doctor.py::test_doctor_of_two_ranks_measures_their_transfers
+    # GPU-RAN: not yet
     # 256 MiB between GPUs, 4 MiB on the CPU.
     sent = torch.ones((256 if place.type == "cuda" else 4) * 2**18, device=place)
     received = torch.empty_like(sent)
@@ -263,18 +266,13 @@ def _seconds(work: Callable[[], object]) -> float:
     work()  # the first one makes connections
     seconds = []
     for _ in range(REPEATS):
-        _finish()
+        device.synchronize()
         dist.barrier()
         started = time.perf_counter()
         work()
-        _finish()
+        device.synchronize()
         seconds.append(time.perf_counter() - started)
     return min(seconds)
-
-
-def _finish() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def bandwidth_problems(measured: dict[str, float], nodes: int) -> Iterator[str]:
@@ -282,6 +280,9 @@ def bandwidth_problems(measured: dict[str, float], nodes: int) -> Iterator[str]:
     least = SLOW_GPUS_OF_A_NODE if nodes == 1 else SLOW_NODES
     remedy = "whether peers are allowed: nvidia-smi topo -p2p r" if nodes == 1 else "RDMA: NCCL_IB_HCA, /dev/infiniband"
     for name, speed in measured.items():
+        # GPU: slow transfers are a finding.
+        # GPU-TEST: tests/test_doctor.py::test_slow_transfers_are_reported_between_gpus_alone
+        # GPU-RAN: not yet
         if torch.cuda.is_available() and speed < least:
             yield f"{name}: {speed / 1e9:.2f} GB/s. Run with NCCL_DEBUG=INFO to see the transport, and check {remedy}."
 

@@ -65,6 +65,9 @@ def installed_versions() -> dict[str, str]:
     """Returns the versions of Python, torch, CUDA, NCCL and the packages, "none" for what is not there."""
     import torch  # engines' processes read this module before their own libraries
 
+    # GPU: NCCL's version as it runs; on the CPU that of the installed package.
+    # GPU-TEST: tests/test_doctor.py::test_doctor_of_one_process_in_the_tested_environment_finds_nothing
+    # GPU-RAN: not yet
     nccl = torch.cuda.nccl.version() if torch.cuda.is_available() else ()
     return {
         "python": platform.python_version(),

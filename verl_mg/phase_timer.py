@@ -15,8 +15,9 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
+
+from verl_mg import device
 
 COMPUTE_PHASES = ("generate", "forward", "update", "optimizer")
 """Phases in which models compute: generation, forward passes, forward and backward passes, optimizer steps."""
@@ -70,8 +71,8 @@ class PhaseTimer:
         return taken
 
     def _switch(self) -> None:
-        if self._exact and torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self._exact:
+            device.synchronize()
         now = time.perf_counter()
         self.progress += 1
         if self._running:

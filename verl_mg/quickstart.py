@@ -1,6 +1,8 @@
 """`verl-mg quickstart`: a tiny model learns to add, by SFT to a rough start and by GRPO from there.
 
 OUTPUT/model ─▶ SFT on sums, stopped early ─▶ OUTPUT/sft/model ─▶ GRPO, reward 0 or 1 ─▶ OUTPUT/grpo
+Overrides such as `rollout.engine=sglang` are for GRPO; the sections OF_BOTH are for both jobs.
+
 OUTPUT/data/train.jsonl: {"prompt": "07+35=", "answer": "42"}, ...      test.jsonl: 500 other sums
 """
 
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from verl_mg.config import load_config
 from verl_mg.errors import UserError
 from verl_mg.import_function import RECIPES
 from verl_mg.models.tiny_model import make_tiny_model
@@ -31,6 +34,10 @@ HELD_OUT = 500
 DATA_SEED = 0
 
 FOLDERS = ("model", "data", "sft", "grpo")
+OF_BOTH = ("model", "actor", "fsdp", "megatron", "job", "checkpoint", "profile")
+"""Sections whose overrides are for SFT and GRPO; keys of `algorithm` are for the recipe that has them."""
+MADE = ("model.path", "data.train", "data.test", "job.output")
+"""Keys that the quickstart sets."""
 
 
 def quickstart(
@@ -51,6 +58,31 @@ def quickstart(
     print(f"reward curve: {folder / 'grpo' / 'reward_curve.png'}")
     print(f"samples: {folder / 'grpo' / 'samples'}")
     print(f"total time: {time.monotonic() - started:.0f} s", flush=True)
+
+
+def divided(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the overrides for SFT and those for GRPO; UserError for a key or value that its job does not take."""
+    if not overrides:
+        return [], []  # in a moment: recipes import the training backends
+    from verl_mg.job.recipe import load_recipe
+
+    keys = {override: override.partition("=")[0] for override in overrides}
+    if made := [key for key in keys.values() if key in MADE]:
+        raise UserError(f"{made[0]}: the quickstart sets it. Leave it out, or run verl-mg train with your own files.")
+    algorithms = {name: load_recipe(name).config for name in ("sft", "grpo")}
+
+    def is_for(recipe: str, key: str) -> bool:
+        section, _, name = key.partition(".")
+        if section == "algorithm":
+            return name in algorithms[recipe].model_fields
+        return recipe == "grpo" or section in OF_BOTH
+
+    of_sft = [override for override, key in keys.items() if is_for("sft", key)]
+    # GRPO's reader reports what neither has.
+    of_grpo = [override for override, key in keys.items() if is_for("grpo", key) or override not in of_sft]
+    for recipe, chosen in (("sft", of_sft), ("grpo", of_grpo)):
+        load_config(_config_file(recipe), chosen, algorithms[recipe])
+    return of_sft, of_grpo
 
 
 def train_commands(folder: Path, of_sft: Iterable[str] = (), of_grpo: Iterable[str] = ()) -> list[list[str]]:
@@ -84,8 +116,11 @@ def accuracies(metrics: Path) -> tuple[float, float]:
 
 
 def _train_command(recipe: str, model: Path, folder: Path, overrides: Iterable[str]) -> list[str]:
+    # GPU: no more ranks than GPUs.
+    # GPU-TEST: tests/test_quickstart.py::test_quickstart_commands_start_no_more_ranks_than_gpus
+    # GPU-RAN: h200-1
     gpus = torch.cuda.device_count()
-    file, config = RECIPES / f"{recipe}.py", RECIPES / "configs" / f"quickstart_{recipe}.yaml"
+    file, config = RECIPES / f"{recipe}.py", _config_file(recipe)
     for path in (file, config):
         if not path.is_file():
             raise UserError(f"{path}: no such file. Run the quickstart from a checkout, which has the recipes.")
@@ -97,6 +132,10 @@ def _train_command(recipe: str, model: Path, folder: Path, overrides: Iterable[s
         f"job.output={folder / recipe}",
         *overrides,
     ]
+
+
+def _config_file(recipe: str) -> Path:
+    return RECIPES / "configs" / f"quickstart_{recipe}.yaml"
 
 
 def _short(path: str | Path) -> str:

@@ -1,6 +1,7 @@
 """Figures that a plan begins with: data sheets of GPUs, measured ones, and the configuration of a job."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,12 +13,24 @@ from verl_mg.planner.efficiency import GPUS
 from verl_mg.planner.inputs import FIGURES, read_hardware_profile
 from verl_mg.recipes import gkd
 
+ROOT = Path(__file__).parents[2]
 PLAN = ["plan", "--model", str(CONFIGS / "qwen3_1_7b.json"), "--train", "tp1", "--rollout", "tp1"]
 
 
 @pytest.mark.parametrize("name", GPUS)
 def test_peak_of_a_data_sheet_is_that_of_the_utilization_of_jobs(name):
     assert GPUS[name].bf16 * 1e12 == pytest.approx(peak_flops(f"NVIDIA {name.upper()}"), rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["h100", "h200"])
+def test_plan_for_a_measured_gpu_has_the_figures_of_its_report(capsys, name):
+    report = ROOT / "benchmarks" / f"{name}-1" / f"measured_{name}.json"
+    figures = {figure: round(value, 1) for figure, value in read_hardware_profile(report).items()}
+    assert GPUS[name].measured == figures and figures.keys() == {"flops", "memory_bandwidth", "memory", "host"}
+    by_default = planned(capsys, *PLAN, "--ranks", "8", "--gpu", name)
+    from_file = planned(capsys, *PLAN, "--ranks", "8", "--gpu", name, "--measured", str(report))
+    assert f"reaches {figures['flops']:g} TFLOP/s" in " ".join(by_default["assumptions"])
+    assert by_default["seconds"] == pytest.approx(from_file["seconds"], rel=1e-3)
 
 
 def test_plan_gpu_sets_what_no_option_sets(capsys):

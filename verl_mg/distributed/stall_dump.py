@@ -61,6 +61,9 @@ def _write_records(folder: Path, rank: int) -> None:
     """Writes torch's flight records; the environment variable TORCH_FR_BUFFER_SIZE is their number."""
     c10d: Any = torch._C._distributed_c10d  # not in torch's stubs
     recorders = {"gloo": c10d._dump_fr_trace_json}
+    # GPU: NCCL's flight records too.
+    # GPU-TEST: none
+    # GPU-RAN: not yet
     if torch.cuda.is_available():
         recorders["nccl"] = c10d._dump_nccl_trace_json
     for name, dump in recorders.items():

@@ -110,6 +110,10 @@ def init_process_group(store: Store, rank: int, size: int) -> None:
     """
     # Also for models in bfloat16: what is float32 in them, such as scores of experts, needs its precision.
     device.compute_in_float32()
+    # GPU: NCCL's communicator of all ranks is made in a first all-reduce, before any rank could have no message.
+    # GPU-TEST: tests/distributed/test_world.py::
+    # test_join_with_a_gpu_enters_a_collective_first_and_waits_longer_than_a_stall
+    # GPU-RAN: h200-1, h100-1
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(device.current_device())

@@ -75,6 +75,9 @@ class ProcessKind:
     def check_layout(self, case: EngineCase) -> None:
         """Checks that the engine can compute a model in a layout; UserError where it cannot."""
         case.table.check_engine_layout(case.layout)
+        # GPU: nothing of the lists for the CPU is refused.
+        # GPU-TEST: tests/job/test_refused.py::test_tables_of_checks_have_a_refused_case_for_each_row
+        # GPU-RAN: h200-1, h100-1
         if not torch.cuda.is_available():
             refuse(self.cpu_refusals, case)
 

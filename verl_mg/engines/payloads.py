@@ -76,6 +76,11 @@ class Staging:
 
 def shared_memory(size: int, device: torch.device) -> Tensor:
     """Allocates memory that another process can open, (size,) uint8 with undefined values."""
+    # GPU: memory of the device outside of expandable segments, whose handle CUDA shares; on the CPU a file in shared
+    # memory.
+    # GPU-TEST: tests/engines/test_payloads.py::test_staging_on_a_gpu_is_allocated_without_expandable_segments,
+    # tests/engines/test_payloads.py::test_open_payload_on_a_gpu_takes_the_index_of_this_process
+    # GPU-RAN: h200-1, h100-1
     # A process that opens expandable segments needs a system call that containers refuse.
     with without_expandable_segments() if device.type == "cuda" else nullcontext():
         memory = torch.empty(size, dtype=torch.uint8, device=device)

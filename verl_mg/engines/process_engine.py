@@ -201,6 +201,10 @@ class ProcessEngine(RequestTracker):
         launcher: Launcher | None = None,
     ) -> None:
         super().__init__(kind.limits(model, options))
+        # GPU: engines release the memory of their weights, caches and graphs in sleep.
+        # GPU-TEST: tests/engines/sglang/test_contract.py::test_sleep_releases_all_kinds_of_memory_that_sglang_has,
+        # tests/engines/sglang/test_engine.py::test_engine_after_sleep_and_wake_generates_the_same
+        # GPU-RAN: h200-1, h100-1
         # On the CPU nothing is released.
         self.options = options if torch.cuda.is_available() else replace(options, sleeps=False)
         self.kind, self._model, self._log, self._nodes = kind, model, log, nodes

@@ -194,6 +194,9 @@ def shard_over_data(
 ) -> None:
     """Shards all parameters but `whole` over the data-parallel ranks, and allocates this rank's part."""
     module, place = packed.module, device.current_device()
+    # GPU: weights in host memory are pinned.
+    # GPU-TEST: tests/fsdp/test_fake_cuda.py::test_weights_in_host_memory_train_as_those_on_the_device
+    # GPU-RAN: h200-1
     # On a CPU device the policy does the same, only the memory is not pinned.
     policy = CPUOffloadPolicy(pin_memory=place.type == "cuda") if options.cpu_offload else OffloadPolicy()
     stored = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}

@@ -188,6 +188,9 @@ class FsdpRunner(Runner):
     @property
     def computed_parameters(self) -> frozenset[str]:
         place, adapted = device.current_device(), self.lora.adapted_parameters if self.lora else frozenset()
+        # GPU: with `fsdp.cpu_offload`, weights are copied to the device before they are sent.
+        # GPU-TEST: tests/fsdp/test_fake_cuda.py::test_weights_in_host_memory_train_as_those_on_the_device
+        # GPU-RAN: h200-1
         moved = {n for n, t in self.parameters().items() if t.device.type != place.type or self._is_cast(n, t)}
         return adapted | moved
 

@@ -122,6 +122,10 @@ def build_engine_group(
         [r in leaders for r in range(world_size)],
         context,
         follower,
+        # GPU: engines that share devices with training sleep while models train.
+        # GPU-TEST: tests/weight_sync/test_memory_handover.py::
+        # test_update_weights_wakes_engine_after_all_ranks_released_memory
+        # GPU-RAN: h200-1, h100-1
         # On the CPU nothing is released: engines keep their weights.
         sleep=rollout.sleep and not disjoint and device.current_device().type == "cuda",
         disjoint=disjoint,

@@ -64,6 +64,9 @@ MODEL_REFUSALS: tuple[Refusal[ModelCase], ...] = (
 def check_job(config: Config, ranks: int) -> JobCase:
     """Checks the section `rollout` without a model, in a job with engines; UserError for the first row that holds."""
     abilities = ENGINES[config.rollout.engine].abilities
+    # GPU: vLLM computes experts with adapters, which it refuses on the CPU.
+    # GPU-TEST: tests/job/test_refused.py::test_check_engines_possible_configurations_are_accepted
+    # GPU-RAN: not yet
     case = JobCase(config, abilities, ranks, device.ranks_of_a_node(ranks), torch.cuda.is_available())
     refuse(REFUSALS, case)
     return case

@@ -66,6 +66,10 @@ if not megatron_random.HAVE_TE:
     names.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     names.activation_recompute_forward = names.fp8_autocast = lambda **_: nullcontext()
 
+# GPU: with Apex its kernel adds weight gradients to their buffers: `layers._grad_accum_fusion_available` is
+# megatron-core's.
+# GPU-TEST: tests/megatron/test_core_version.py::test_replaced_functions_are_those_that_megatron_core_calls
+# GPU-RAN: not yet
 # Linear layers call Apex's kernel for gradient accumulation where it is installed, otherwise torch's product.
 if not linear_layers._grad_accum_fusion_available:
     linear_layers.fused_weight_gradient_mlp_cuda = weight_gradients
@@ -89,6 +93,9 @@ def _norm_on_device(
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensor_lists[0]))).view(1), None
 
 
+# GPU: with Transformer Engine its kernel computes the gradient norm: `clip_grads.l2_norm_impl` is megatron-core's.
+# GPU-TEST: tests/megatron/test_core_version.py::test_replaced_functions_are_those_that_megatron_core_calls
+# GPU-RAN: h200-1, h100-1
 # Without Transformer Engine and Apex megatron-core reads the norm of each gradient on the host.
 if clip_grads.l2_norm_impl is getattr(clip_grads, "local_multi_tensor_l2_norm", None):
     MEGATRON.replace(clip_grads, l2_norm_impl=_norm_on_device)
@@ -96,6 +103,10 @@ if clip_grads.l2_norm_impl is getattr(clip_grads, "local_multi_tensor_l2_norm", 
 
 def fused(function: Function) -> Function:
     """Compiles elementwise operations into one kernel on a GPU, as megatron-core does."""
+    # GPU: elementwise functions are compiled into one kernel.
+    # GPU-TEST: tests/megatron/test_fake_cuda.py::
+    # test_compiled_functions_equal_themselves_and_are_compiled_once_for_all_sizes
+    # GPU-RAN: h200-1
     compile_function: Any = jit_fuser if torch.cuda.is_available() else lambda plain: plain
     return compile_function(function)
 
@@ -174,6 +185,10 @@ def main_shard(optimizer: Any, parameter: Tensor) -> tuple[Tensor, int] | None:
 
 def use_cpu() -> None:
     """Replaces the functions of megatron-core that need CUDA, or copy over gloo without need."""
+    # GPU: generators of the device: `random._get_cuda_rng_state`, `random._set_cuda_rng_state`,
+    # `random._get_share_storage`.
+    # GPU-TEST: tests/megatron/test_recompute.py, tests/megatron/test_core_version.py
+    # GPU-RAN: h200-1, h100-1
     MEGATRON.replace(
         megatron_random,
         _get_cuda_rng_state=lambda *_, **__: torch.get_rng_state(),
@@ -182,6 +197,12 @@ def use_cpu() -> None:
     megatron_random._get_share_storage = lambda: _copy_storage  # the original, of 0.19, compiles a function of C++
     # It warns when the CPU generator advances inside a CUDA region; here they are the same generator.
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
+    # GPU: split sizes leave the device, `token_dispatcher.maybe_move_tensor_to_cpu`; NCCL gathers parts of different
+    # sizes, `mappings._gather_along_first_dim`, and copies nothing in a group of one rank,
+    # `param_and_grad_buffer.dist_reduce_scatter_func`, `param_and_grad_buffer.dist_all_gather_func`.
+    # GPU-TEST: tests/megatron/test_fake_cuda.py::test_train_layout_on_cuda_runs_on_every_rank,
+    # tests/megatron/test_fake_cuda.py::test_train_experts_on_cuda_runs_on_every_rank
+    # GPU-RAN: h200-1
     MEGATRON.replace(token_dispatcher, maybe_move_tensor_to_cpu=_maybe_as_numpy)
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
         MEGATRON.replace(param_and_grad_buffer, **{name: _unless_alone(getattr(param_and_grad_buffer, name))})

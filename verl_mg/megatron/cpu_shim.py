@@ -53,6 +53,10 @@ class _Stream:
 
 def install() -> None:
     """Patches torch and megatron-core, once per process."""
+    # GPU: megatron-core may import `transformer_engine`, `flash_mla`, `flash_attn`, `flash_attn_3`, `flashinfer`,
+    # `deep_ep`, `cudnn`, `tilelang` and `fla`.
+    # GPU-TEST: tests/megatron/test_cpu_shim.py::test_package_for_gpus_that_finds_no_driver_is_not_imported
+    # GPU-RAN: h200-1, h100-1
     # None makes an import raise ImportError: the package counts as not installed.
     for name in FOR_GPUS:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
@@ -68,6 +72,10 @@ def install() -> None:
 @contextmanager
 def _quick_import() -> Iterator[None]:
     """Context manager: megatron-core is imported without what takes seconds and is not used on the CPU."""
+    # GPU: megatron-core's fused functions are compiled when they are first called.
+    # GPU-TEST: tests/megatron/test_cpu_shim.py::test_torch_compile_imported_after_the_cpu_platform_compiles,
+    # tests/megatron/test_fake_cuda.py::test_compiled_functions_equal_themselves_and_are_compiled_once_for_all_sizes
+    # GPU-RAN: h200-1
     # Its fused functions are left as they are written, because to decorate them `torch.compile` imports a compiler;
     # and Weights & Biases, which its timers import where it is installed, counts as not installed.
     compiled, tracker = torch.compile, sys.modules.get("wandb")
@@ -82,6 +90,12 @@ def _quick_import() -> Iterator[None]:
 
 
 def _patch_torch() -> None:
+    # GPU: streams, events and generators of the device: `cuda.current_device`, `cuda.Stream`, `cuda.Event`,
+    # `cuda.synchronize`, `cuda.empty_cache`, `cuda.stream`, `cuda.current_stream`, `cuda.default_stream`,
+    # `cuda.get_rng_state`, `cuda.set_rng_state`, `cuda.manual_seed`, `cuda._lazy_call`, `Tensor.cuda` and `Module.cuda`
+    # are torch's.
+    # GPU-TEST: tests/megatron/test_fake_cuda.py::test_train_family_on_cuda_has_values_of_transformers
+    # GPU-RAN: h200-1, h100-1
     cuda: Any = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.Stream = cuda.Event = _Stream
@@ -96,6 +110,11 @@ def _patch_torch() -> None:
     cuda._lazy_call = lambda call, **_: call()
     return_self: Any = lambda self, *_, **__: self  # noqa: E731
     torch.Tensor.cuda = torch.nn.Module.cuda = return_self  # type: ignore[method-assign]
+    # GPU: tensors are made on the device of the argument: `torch.tensor`, `torch.zeros`, `torch.ones`, `torch.empty`,
+    # `torch.full`, `torch.rand`, `torch.randn`, `torch.arange`, `torch.empty_strided`, `torch.zeros_like`,
+    # `torch.ones_like`, `torch.empty_like` and `torch.full_like` are torch's.
+    # GPU-TEST: tests/megatron/test_cpu_shim.py::test_factories_replace_only_cuda_by_cpu
+    # GPU-RAN: h200-1, h100-1
     # `with torch.device(...)` identifies the factories by object: it must register the originals, which ours call.
     _device_constructors()
     for name in _FACTORIES:
@@ -118,6 +137,9 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 @contextmanager
 def tensor_types_named_cuda() -> Iterator[None]:
     """Context manager: `Tensor.type()` returns `torch.cuda.FloatTensor`, by which megatron-core sorts parameters."""
+    # GPU: `Tensor.type` returns CUDA's names by itself.
+    # GPU-TEST: tests/megatron/test_cpu_shim.py::test_tensor_types_named_cuda_applies_only_inside
+    # GPU-RAN: h200-1, h100-1
     original = torch.Tensor.type
 
     def named_cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

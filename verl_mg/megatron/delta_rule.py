@@ -26,6 +26,9 @@ L2_EPS = 1e-6  # added to the squared length by which queries and keys are norma
 
 def has_fused_kernels(x: Tensor) -> bool:
     """Returns whether flash-linear-attention computes this tensor; its kernels are not deterministic."""
+    # GPU: in 16 bits, kernels of flash-linear-attention where it is installed and the job is not deterministic.
+    # GPU-TEST: none
+    # GPU-RAN: not yet
     return (
         x.device.type == "cuda"
         and x.dtype in (torch.float16, torch.bfloat16)

@@ -357,6 +357,9 @@ def _grouped_product(tokens: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 
 def _add_grouped(grad: Tensor, tokens: Tensor, ends: Tensor, buffer: Tensor) -> None:
     """Adds the gradient of each expert's weight to a buffer (experts, out, in)."""
+    # GPU: one grouped product for all experts in float32 too.
+    # GPU-TEST: tests/megatron/test_fake_cuda.py::test_train_experts_on_cuda_runs_on_every_rank
+    # GPU-RAN: h200-1
     if _aligned(grad, tokens) and (grad.device.type == "cuda" or tokens.dtype is not buffer.dtype):
         buffer += F.grouped_mm(grad.T, tokens, offs=ends)
         return

@@ -35,6 +35,10 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes the last axis: (..., hidden_size) -> (..., hidden_size)."""
+        # GPU: one kernel of torch in either direction.
+        # GPU-TEST: tests/megatron/test_fake_cuda.py::
+        # test_forward_of_a_layer_on_cuda_launches_at_most_these_kernels_and_waits_for_none
+        # GPU-RAN: h200-1, h100-1
         if x.device.type == "cuda" and not self.zero_centered:
             # One kernel in either direction where input and weight have the same type.
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)

@@ -111,6 +111,9 @@ class Router(TopKRouter):
 
     def gating(self, hidden: Tensor) -> Tensor:
         """Computes logits: (t, 1, h) -> (t, 1, experts), in float32 where the model does."""
+        # GPU: the router's product of 16-bit matrices has a float32 result.
+        # GPU-TEST: tests/megatron/test_fake_cuda.py::test_train_family_on_cuda_has_values_of_transformers
+        # GPU-RAN: h200-1
         if hidden.device.type != "cuda" or hidden.dtype is torch.float32 or not self._experts.float32:
             return super().gating(hidden)
         logits = _Logits.apply(hidden.flatten(0, 1), self.weight)

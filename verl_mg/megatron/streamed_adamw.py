@@ -154,6 +154,9 @@ class StreamedAdamW(torch.optim.AdamW):
             [second],
             [],
             [state["step"]],
+            # GPU: nothing else: moments are in host memory, and the step is the CPU's fused one.
+            # GPU-TEST: tests/megatron/test_streamed_adamw.py::test_streamed_adamw_takes_the_steps_of_device_adam
+            # GPU-RAN: not yet
             fused=weight.device.type == "cpu",
             amsgrad=False,
             beta1=group["betas"][0],
@@ -172,6 +175,9 @@ class _Buffer:
     """Memory of one weight and its gradient on the host."""
 
     def __init__(self, largest: Tensor) -> None:
+        # GPU: pinned memory, and copies on two separate streams.
+        # GPU-TEST: tests/megatron/test_streamed_adamw.py::test_streamed_adamw_takes_the_steps_of_device_adam
+        # GPU-RAN: not yet
         options: dict[str, Any] = {"dtype": torch.float32, "pin_memory": largest.is_cuda}
         self._weight, self._gradient = (torch.empty(largest.numel(), **options) for _ in range(2))
         self._loaded, self._stored = torch.cuda.Event(), torch.cuda.Event()

@@ -253,6 +253,9 @@ class MegatronTrainer(Trainer):
 
 def optimizer_calls() -> AbstractContextManager[None]:
     """Returns the context manager in which a megatron-core optimizer is built and steps."""
+    # GPU: tensors have CUDA's type names by themselves.
+    # GPU-TEST: tests/megatron/test_cpu_shim.py::test_tensor_types_named_cuda_applies_only_inside
+    # GPU-RAN: h200-1, h100-1
     if torch.cuda.is_available():
         return nullcontext()
     from verl_mg.megatron.cpu_shim import tensor_types_named_cuda

@@ -57,7 +57,6 @@ def transformer_config(c: HFConfig, layout: Layout, spec: ModelSpec) -> Transfor
     given = given_fields("transformer", kind, spec.megatron.transformer, TRANSFORMER)
     check_values(given, transformer_engine=spec.kernels == "transformer_engine")
     _check_exchange(c, spec.kernels, given.get("cp_comm_type", "a2a"))
-    on_gpu = torch.cuda.is_available()
     fields = {
         **_model_fields(c),
         **_latent_attention(c),
@@ -74,13 +73,12 @@ def transformer_config(c: HFConfig, layout: Layout, spec: ModelSpec) -> Transfor
         # Every weight is loaded.
         "perform_initialization": False,
         "deterministic_mode": torch.are_deterministic_algorithms_enabled(),
-        "use_cpu_initialization": not on_gpu,
-        "bias_dropout_fusion": on_gpu,
-        "bias_activation_fusion": on_gpu,
+        "bias_dropout_fusion": True,
+        "bias_activation_fusion": True,
         "masked_softmax_fusion": False,
         **_recomputation(spec.recompute),
     }
-    if on_gpu and c.activation == "gelu_pytorch_tanh" and given.get("bias_activation_fusion", True):
+    if c.activation == "gelu_pytorch_tanh" and given.get("bias_activation_fusion", True):
         # megatron-core's fused product with a gate computes the tanh approximation under this name.
         fields["activation_func"] = torch.nn.functional.gelu
     return build_config("transformer", kind, fields, given)
@@ -355,6 +353,11 @@ def _problem(model: HFConfig | None, dtype: torch.dtype) -> str | None:
             f"the modules of Transformer Engine have no {missing} here, which {model.architecture} needs. Set "
             "model.kernels=auto or torch."
         )
+    # GPU: Transformer Engine's modules and kernels where it is installed and the job is in 16 bits.
+    # GPU-TEST: tests/megatron/test_transformer_engine.py::test_train_with_transformer_engine_equals_transformers,
+    # tests/megatron/test_transformer_config.py::
+    # test_kernels_are_requested_or_with_auto_transformer_engines_for_bfloat16_on_gpus
+    # GPU-RAN: h200-1, h100-1
     if not torch.cuda.is_available():
         return "Transformer Engine needs a GPU, and torch finds none here. Set model.kernels=auto or torch."
     if not HAVE_TE:

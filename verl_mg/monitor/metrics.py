@@ -55,6 +55,9 @@ class ResourceSampler:
 
     def __init__(self, interval_s: float = SAMPLE_SECONDS) -> None:
         self._interval, self._device = interval_s, device.current_device()
+        # GPU: memory in use and share of busy time, as the driver reports them.
+        # GPU-TEST: tests/monitor/test_resources.py::test_sampler_with_a_gpu_asks_the_driver_and_awaits_nothing
+        # GPU-RAN: not yet
         self._asks_driver = self._device.type == "cuda"
         self._samples: list[dict[str, float]] = []
         self._ended, self._lock = threading.Event(), threading.Lock()
@@ -117,6 +120,9 @@ def peak_flops(device_name: str) -> float | None:
 
 def device_peak() -> float | None:
     """Returns the peak FLOP/s of this process's GPU; None on the CPU."""
+    # GPU: the peak of the card by its name, for `time/mfu`.
+    # GPU-TEST: tests/monitor/test_throughput.py::test_peak_flops_known_devices
+    # GPU-RAN: h200-1, h100-1
     return peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
 
 

@@ -174,6 +174,9 @@ def check_profile(config: ProfileConfig, ranks: int, iterations: int) -> None:
         raise UserError(f"profile.iterations: {beyond[0]} is after the last one. Set 1 to {iterations}.")
     if config.memory and not config.iterations:
         raise UserError("profile.memory=true: no iterations are set. Set some, such as profile.iterations=[3].")
+    # GPU: `profile.memory` records allocations.
+    # GPU-TEST: tests/monitor/test_profile.py::test_check_profile_invalid_section_raises
+    # GPU-RAN: not yet
     if config.memory and not torch.cuda.is_available():
         raise UserError("profile.memory=true: only GPU memory is recorded, and there is no GPU. Remove it.")
 
@@ -191,6 +194,9 @@ class TorchProfile:
         if iteration not in self._iterations:
             yield
             return
+        # GPU: traces have the kernels too.
+        # GPU-TEST: tests/monitor/test_profile.py::test_job_writes_traces_of_selected_iterations
+        # GPU-RAN: not yet
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)

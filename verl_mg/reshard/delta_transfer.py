@@ -41,9 +41,7 @@ class SentValues:
         for name in schedule.source_parameters:
             values = source[name].detach()
             if name not in self._copies:
-                self._copies[name] = torch.empty(
-                    values.shape, dtype=values.dtype, device="cpu", pin_memory=values.is_cuda
-                )
+                self._copies[name] = device.host_buffer(values)
             self._copies[name].copy_(values)
 
 

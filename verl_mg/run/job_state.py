@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
+from verl_mg import device
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.checkpoint.sharded_safetensors import RankFile, ShardedReader
 from verl_mg.config import Count
@@ -139,8 +140,7 @@ class StateCollector:
         for key, values in _rank_tensors(batches, local):
             tensors[key] = self._to_host(key, values)
         # The copies read weights and moments until here; the next step changes them.
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        device.synchronize()
         self._buffers = tensors
         # A tensor too, so that a rank has one file with one sum.
         text = _rank_state(batches, local).model_dump_json().encode()
@@ -149,8 +149,7 @@ class StateCollector:
     def _to_host(self, key: str, values: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
-            # Copies from a device are asynchronous only into pinned memory.
-            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+            buffer = device.host_buffer(values)
         return buffer.copy_(values, non_blocking=True)
 
 
@@ -289,6 +288,10 @@ def _rank_tensors(batches: Mapping[str, Batch], local: LocalRolloutState) -> Ite
     for key, image in images.items():
         yield IMAGES + key, torch.frombuffer(bytearray(image.data), dtype=torch.uint8)
     yield "random/torch", torch.get_rng_state()
+    # GPU: generators of the device and of megatron-core's regions are in checkpoints; on the CPU they are torch's
+    # one.
+    # GPU-TEST: tests/run/test_checkpoints.py::test_resume_under_the_same_layout_is_bitwise_identical
+    # GPU-RAN: h200-1, h100-1
     if torch.cuda.is_available():
         yield "random/cuda", torch.cuda.get_rng_state()
         yield from ((f"random/megatron/{name}", state) for name, state in get_cuda_rng_tracker().get_states().items())
@@ -328,6 +331,9 @@ def _restore_random_numbers(state: RankState, stored: RankFile) -> None:
     key = np.array(numbers.key, dtype=np.uint32)
     np.random.set_state((numbers.bit_generator, key, numbers.pos, numbers.has_gauss, numbers.gauss))
     torch.set_rng_state(stored.tensor("random/torch"))
+    # GPU: generators of the device and of megatron-core's regions are restored.
+    # GPU-TEST: tests/run/test_checkpoints.py::test_resume_under_the_same_layout_is_bitwise_identical
+    # GPU-RAN: h200-1, h100-1
     if torch.cuda.is_available() and stored.keys("random/cuda"):
         torch.cuda.set_rng_state(stored.tensor("random/cuda"))
         prefix = "random/megatron/"

@@ -23,6 +23,10 @@ BLOCK = 128  # queries and keys of a block, torch's default
 # 2.11 has no option that names the other kernel, and later versions have this one too.
 KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
 
+# GPU: FlexAttention is compiled into a kernel; the CPU computes it as written.
+# GPU-TEST: tests/megatron/test_fake_cuda.py::test_train_family_on_cuda_has_values_of_transformers,
+# tests/fsdp/test_training.py
+# GPU-RAN: h200-1, h100-1
 _flex_attention: Any = torch.compile(flex_attention) if torch.cuda.is_available() else flex_attention
 
 

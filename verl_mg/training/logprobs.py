@@ -37,6 +37,9 @@ from verl_mg.errors import UserError
 from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP, MicroBatch
 from verl_mg.training.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
 
+# GPU: larger chunks of logits.
+# GPU-TEST: tests/training/test_logprobs.py::test_vocab_parallel_logprobs_values_and_gradients_equal_full_logits
+# GPU-RAN: h200-1, h100-1
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**24}
 """Bytes of one chunk of float32 logits on one rank, by the kind of device: large enough for efficient products."""
 
@@ -58,6 +61,10 @@ class OutputLayer:
     def logits(self, hidden: Tensor) -> Tensor:
         """Computes the float32 logits (n, real_rows) of hidden states (n, h)."""
         weight = self.weight[: self.real_rows]
+        # GPU: the product of 16-bit matrices has a float32 result: sums are not rounded.
+        # GPU-TEST: tests/megatron/test_fake_cuda.py::test_train_family_on_cuda_has_values_of_transformers,
+        # tests/training/test_logprobs.py::test_vocab_parallel_logprobs_of_bf16_weights_are_float32
+        # GPU-RAN: h200-1, h100-1
         if hidden.device.type == "cuda" and hidden.dtype is not torch.float32:
             products = torch.mm(hidden, weight.T, out_dtype=torch.float32)  # sums are not rounded
         else:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor, UntypedStorage
 
+from verl_mg import device
 from verl_mg.training.runner import Runner
 from verl_mg.training.storages import as_bytes, to_host
 from verl_mg.training.trainer import Trainer
@@ -44,7 +44,7 @@ class CpuOffload:
             self._state.copy(self._trainer.state_storages())
             self._gradients.discard(self._trainer.gradient_storages())
         # All copies run together; memory is freed only when the last one is complete.
-        torch.cuda.synchronize()
+        device.synchronize()
         for part in (self._weights, self._state, self._gradients):
             part.free()
 
@@ -56,7 +56,7 @@ class CpuOffload:
         """Allocates device memory and restores the values; gradients are zero."""
         for part in (self._weights, self._state, self._gradients)[: 3 if training else 1]:
             part.to_device()
-        torch.cuda.synchronize()
+        device.synchronize()
 
 
 class _Part:

@@ -103,6 +103,9 @@ class Scores:
 
 def has_ragged_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns whether torch has a kernel for packed sequences of different lengths."""
+    # GPU: in 16 bits, one call of FlashAttention for all packed rows; float32 and the CPU compute runs of rows.
+    # GPU-TEST: tests/megatron/test_fake_cuda.py::test_train_family_on_cuda_has_values_of_transformers
+    # GPU-RAN: h200-1, h100-1
     return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
 
 
@@ -219,6 +222,9 @@ HOPPER = (9, 0)
 
 def use_fastest_kernels() -> None:
     """Activates FlashAttention-3 in this process where the GPU is a Hopper and the package is installed."""
+    # GPU: on Hopper, FlashAttention-3 where `flash_attn_interface` is installed.
+    # GPU-TEST: tests/megatron/test_fake_cuda.py::test_flash_attention_3_is_activated_once_where_it_can_run
+    # GPU-RAN: not yet
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != HOPPER:
         return
     # Some of its versions ignore that the backward pass is to be deterministic, others where heads have 256 elements.

@@ -36,7 +36,7 @@ def to_host(storage: UntypedStorage, buffer: Tensor | None = None) -> Tensor:
     """Copies a storage, into a buffer of its size if there is one; synchronize the device before reading the copy."""
     source = as_bytes(storage)
     if buffer is None or buffer.numel() != source.numel():
-        buffer = torch.empty_like(source, device="cpu", pin_memory=storage.is_cuda)
+        buffer = device.host_buffer(source)
     return buffer.copy_(source, non_blocking=True)
 
 
@@ -80,7 +80,7 @@ class Snapshot:
         self._copies = {s.data_ptr(): (s, to_host(s, buffers.get(s.data_ptr()))) for s in self._updated()}
         self._numbers = [_numbers(inner) for inner in self._optimizers()]
         self._states = [dict(inner.state) for inner in self._optimizers()]
-        _synchronize()
+        device.synchronize()
 
     def restore(self) -> None:
         """Writes the copied state back; does nothing without one."""
@@ -94,7 +94,7 @@ class Snapshot:
             inner.state.update(state)
             for group, saved in zip(inner.param_groups, numbers, strict=True):
                 group.update(saved)
-        _synchronize()
+        device.synchronize()
 
 
 def _numbers(inner: torch.optim.Optimizer) -> Numbers:
@@ -102,8 +102,3 @@ def _numbers(inner: torch.optim.Optimizer) -> Numbers:
     return [
         {name: value for name, value in group.items() if isinstance(value, int | float)} for group in inner.param_groups
     ]
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()

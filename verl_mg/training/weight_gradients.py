@@ -17,6 +17,9 @@ def wgrad_gemm_accum_fp32(inputs: Tensor, grad: Tensor, buffer: Tensor) -> None:
     """Adds grad.T @ inputs to a float32 buffer: (n, out), (n, in) -> (out, in)."""
     if inputs.dtype is buffer.dtype:
         buffer.addmm_(grad.T, inputs)
+    # GPU: one product of 16-bit matrices adds to the float32 buffer, without rounding to 16 bits.
+    # GPU-TEST: tests/megatron/test_fake_cuda.py::test_train_family_on_cuda_has_values_of_transformers
+    # GPU-RAN: h200-1
     elif inputs.device.type == "cuda":
         torch.addmm(buffer, grad.T, inputs, out_dtype=buffer.dtype, out=buffer)
     else:

@@ -124,6 +124,9 @@ class Meeting:
             rendezvous = Rendezvous(local_address([view.url for view in servers]), timeout)
         where = [rendezvous.name, rendezvous.address, rendezvous.port] if rendezvous else []
         name, address, port = all_gather_json(where)[SENDER]
+        # GPU: the group of the job and the servers is NCCL's.
+        # GPU-TEST: tests/weight_sync/test_transports.py::test_servers_receive_every_value_through_restarts_and_losses
+        # GPU-RAN: not yet
         backend: Literal["nccl", "gloo"] = "nccl" if device.current_device().type == "cuda" else "gloo"
         return cls([(view.number, view.start) for view in servers], name, address, port, backend, rendezvous)
 

@@ -236,6 +236,9 @@ def transfer_metrics(traffic: Sequence[Traffic], lower_bound: int, started: floa
         "time/weight_sync": time.perf_counter() - started,
         "time/weight_sync_moving": sum(part.seconds for part in traffic),
     }
+    # GPU: packing and waiting have no metrics: the host only launches them.
+    # GPU-TEST: tests/weight_sync/test_transfer_plan.py
+    # GPU-RAN: h200-1, h100-1
     if not torch.cuda.is_available():  # on a GPU the host only launches packing and transfers
         times["time/weight_sync_packing"] = sum(part.seconds_packing for part in traffic)
         times["time/weight_sync_waiting"] = sum(part.seconds_waiting for part in traffic)

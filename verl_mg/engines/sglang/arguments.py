@@ -51,6 +51,9 @@ QUANTIZATIONS: dict[Wire, dict[str, Any] | None] = {
         "ignore": ["lm_head"],
     },
 }
+# GPU: none of these variables.
+# GPU-TEST: tests/engines/sglang/test_contract.py::test_environment_on_gpus_leaves_out_what_is_for_the_rank
+# GPU-RAN: h200-1, h100-1
 # Environment of SGLang's processes on the CPU. Where torch is built for CUDA, NCCL is installed and would be used. The
 # few small functions that SGLang compiles would delay the first request to each process by seconds.
 ON_CPU = {
@@ -128,6 +131,11 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
             "lora_target_modules": list(options.adapters.targets),
             "max_loras_per_batch": 2,  # no adapter counts as one of them, the policy's is the other
         }
+    # GPU: the arguments of `_on_gpus`: attention, graphs, overlap of host and device, the memory saver and the
+    # cache's fraction.
+    # GPU-TEST: tests/engines/sglang/test_contract.py::test_engine_arguments_on_gpus_are_accepted_and_effective,
+    # tests/engines/sglang/test_contract.py::test_engine_that_sleeps_has_no_graphs_whose_memory_stays
+    # GPU-RAN: h200-1, h100-1
     place = _on_gpus(options) if torch.cuda.is_available() else _on_cpu(options)
     return common | place | dict(options.extra)
 
@@ -150,6 +158,9 @@ def choices(arguments: Mapping[str, Any]) -> dict[str, str]:
     return chosen
 
 
+# GPU: these models and layouts are served.
+# GPU-TEST: tests/job/test_refused.py::test_tables_of_checks_have_a_refused_case_for_each_row
+# GPU-RAN: not yet
 # Models and layouts that SGLang does not have on the CPU, or pads there, for which the weight table has no shards.
 ON_CPU_REFUSED: tuple[Refusal[EngineCase], ...] = (
     Refusal(lambda c: c.table.config.attention_sinks,
@@ -211,6 +222,10 @@ def environment(model: Path, options: EngineOptions) -> dict[str, str]:
         inherited.setdefault("SGLANG_HOST_IP", options.nodes.address)  # SGLang would look for a route to the internet
     if options.nodes.rank:
         inherited["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # else `sglang.Engine` would not return on this node
+    # GPU: SGLang's checks of equal memory are off, graphs are released, and float32 has exact kernels.
+    # GPU-TEST: tests/engines/sglang/test_contract.py::test_environment_on_gpus_is_what_sglang_reads,
+    # tests/engines/sglang/test_contract.py::test_environment_on_gpus_has_exact_kernels_in_float32_only
+    # GPU-RAN: h200-1, h100-1
     if torch.cuda.is_available():
         return _variables_on_gpus(options) | inherited | OF_ALL_ENGINES
     # A core for each rank of the engine: SGLang's own binding needs a NUMA node for each.

@@ -119,6 +119,9 @@ def run_scheduler(*arguments: Any) -> None:
     """Runs a scheduler process of SGLang."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    # GPU: SGLang's scheduler runs unchanged.
+    # GPU-TEST: tests/engines/sglang/test_contract.py::test_engine_arguments_on_gpus_are_accepted_and_effective
+    # GPU-RAN: h200-1, h100-1
     if not torch.cuda.is_available():
         _do_without_gpu()
     run_scheduler_process(*arguments)
@@ -127,6 +130,11 @@ def run_scheduler(*arguments: Any) -> None:
 def _do_without_gpu() -> None:
     from sglang.srt.mem_cache.pool_host import common
 
+    # GPU: pinned memory: `pool_host.common._cuda_host_register`, `Tensor.pin_memory`, and `torch.tensor` and
+    # `torch.zeros` with `pin_memory=True`.
+    # GPU-TEST: tests/engines/sglang/test_engine.py::
+    # test_engine_that_imports_its_libraries_late_is_updated_after_samples_with_experts
+    # GPU-RAN: h200-1
     # It registers what is to be pinned, such as the buffer of routed experts, with CUDA, without a look at the device.
     library().replace(common, _cuda_host_register=lambda *_, **__: None)
     default_to_the_cpu()
@@ -141,6 +149,9 @@ def default_to_the_cpu() -> None:
 
     A torch that is built for CUDA returns CUDA's module there too, whose calls raise.
     """
+    # GPU: `torch.get_device_module` returns CUDA's module by default.
+    # GPU-TEST: tests/engines/tracing/test_tracer.py::test_trace_of_qwen3_weights_round_trips_through_a_file
+    # GPU-RAN: h200-1, h100-1
     module_of = torch.get_device_module
     torch.get_device_module = lambda device=None: module_of(device or "cpu")  # type: ignore[assignment]
 
@@ -250,6 +261,9 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
     from sglang.srt.server_args import ServerArgs
 
     library().check()
+    # GPU: nothing else: traces run on the CPU there too.
+    # GPU-TEST: tests/engines/tracing/test_tracer.py::test_trace_of_qwen3_weights_round_trips_through_a_file
+    # GPU-RAN: not yet
     if not torch.cuda.is_available():
         default_to_the_cpu()
     arguments = ServerArgs(

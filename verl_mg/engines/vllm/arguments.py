@@ -29,6 +29,9 @@ EXPERT_SIZES = (
 # would be in the wrong order.
 EXPERT_KERNEL = "triton"
 WITH_FLOAT32 = ("TRITON_ATTN", "FLEX_ATTENTION")  # attention backends that have float32 on GPUs
+# GPU: none of these variables.
+# GPU-TEST: tests/engines/vllm/test_contract.py::test_environment_of_a_deterministic_engine_asks_for_batch_invariance
+# GPU-RAN: not yet
 # Environment of vLLM's processes on the CPU. vLLM's own binding pins all engines to the same cores, and refuses more
 # tensor-parallel ranks than the machine has NUMA nodes. The few small functions that it compiles would delay the first
 # request by seconds.
@@ -65,6 +68,10 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
         served = next(rank for rank in RANKS if options.adapters.rank <= rank)
         common |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": served}
         common["lora_target_modules"] = list(options.adapters.targets)
+    # GPU: the arguments of `_on_gpus`: devices, sleep mode, the cache's fraction, Triton's experts.
+    # GPU-TEST: tests/engines/vllm/test_contract.py::
+    # test_engine_arguments_on_gpus_place_the_engine_and_write_experts_in_place
+    # GPU-RAN: not yet
     place = _on_gpus(config, options) if torch.cuda.is_available() else _on_cpu(config, options)
     return common | place | dict(options.extra)
 
@@ -90,6 +97,9 @@ def place_arguments(options: EngineOptions, ports: Sequence[int], address: str) 
     }
 
 
+# GPU: these models and layouts are served.
+# GPU-TEST: tests/job/test_refused.py::test_tables_of_checks_have_a_refused_case_for_each_row
+# GPU-RAN: not yet
 # Models and layouts that vLLM does not have on the CPU.
 ON_CPU_REFUSED: tuple[Refusal[EngineCase], ...] = (
     Refusal(lambda c: c.layout.ep > 1,
@@ -131,6 +141,10 @@ def environment(model: Path, options: EngineOptions) -> dict[str, str]:
     fixed = layer_partition(read_any_config(model).layers, options.layout)
     if options.nodes.count > 1:
         fixed["VLLM_HOST_IP"] = options.nodes.address
+    # GPU: compiled functions, and `VLLM_BATCH_INVARIANT` in a deterministic job.
+    # GPU-TEST: tests/engines/vllm/test_contract.py::
+    # test_environment_of_a_deterministic_engine_asks_for_batch_invariance
+    # GPU-RAN: not yet
     if not torch.cuda.is_available():
         return inherited | fixed | ON_CPU
     if options.deterministic:

@@ -260,6 +260,10 @@ def create(arguments: dict[str, Any], options: EngineOptions, loop: asyncio.Abst
     internals.inspect_models_here()
     internals.keep_config_tying()
     os.register_at_fork(after_in_child=partial(_begin_child, int(sys.argv[1]), os.open(os.devnull, os.O_RDWR)))
+    # GPU: vLLM returns the experts of each token itself.
+    # GPU-TEST: tests/engines/vllm/test_contract.py::
+    # test_engine_arguments_on_gpus_place_the_engine_and_write_experts_in_place
+    # GPU-RAN: not yet
     # On GPUs vLLM returns the experts; on the CPU engines that need them run without prefix caching, see `arguments`.
     captures_routing = current_platform.is_cpu() and not arguments["enable_prefix_caching"]
     engine_arguments, statistics = AsyncEngineArgs(**arguments), StepStatistics()

@@ -64,6 +64,9 @@ def inspect_models_here() -> None:
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
+    # GPU: vLLM inspects models in a separate process: `registry._run_in_subprocess`.
+    # GPU-TEST: tests/engines/vllm/test_engine.py::test_engine_updated_three_times_generates_as_transformers
+    # GPU-RAN: not yet
     if current_platform.is_cpu():
         # There is no CUDA that could start.
         library().replace(registry, _run_in_subprocess=lambda inspect: inspect())
@@ -100,6 +103,10 @@ def do_without_gpu() -> None:
     from vllm.model_executor.layers import utils as layer_utils
     from vllm.platforms import current_platform
 
+    # GPU: workers poll as vLLM has them, and kernels read the weights themselves: `SpinCondition.__init__`,
+    # `shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS`, `_custom_ops._supports_onednn`, `utils.check_cpu_sgl_kernel`.
+    # GPU-TEST: tests/engines/vllm/test_engine.py::test_engine_updated_three_times_generates_as_transformers
+    # GPU-RAN: not yet
     if not current_platform.is_cpu():
         return
     # Else workers poll for a second after each message, which takes the cores from the ranks.
@@ -345,6 +352,9 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
 
 @contextmanager
 def _layers_with_sparse_attention() -> Iterator[None]:
+    # GPU: `CpuPlatform.get_attn_backend_cls` is not used: the GPU's platform has kernels of sparse attention.
+    # GPU-TEST: tests/engines/tracing/test_traced_tables.py
+    # GPU-RAN: not yet
     # Lets vLLM build layers with sparse attention on the CPU, where it has no kernels for them; none is called.
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker import workspace

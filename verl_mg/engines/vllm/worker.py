@@ -39,6 +39,9 @@ class WorkerExtension:
         if runner.sampler is not None:  # the last pipeline stage's
             internals.return_full_logprobs(runner)
         self._written: set[str] = set()
+        # GPU: experts are written where Triton's kernel reads them, and stages make their inputs in the warm-up.
+        # GPU-TEST: tests/engines/vllm/test_engine.py::test_engine_updated_three_times_generates_as_transformers
+        # GPU-RAN: not yet
         self._staged_experts = internals.staged_experts(runner.model) if current_platform.is_cpu() else {}
         if captures_routing:
             self._routing = internals.RoutingRecorder(runner)
@@ -60,6 +63,9 @@ class WorkerExtension:
             staged = self._staged_experts.get(name)
             (parameters[name] if staged is None else staged.raw).copy_(tensor)
             self._written.add(name)
+        # GPU: a wait before the rank reuses the memory.
+        # GPU-TEST: none
+        # GPU-RAN: not yet
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)  # the rank reuses the memory
         if is_last:
