@@ -19,7 +19,6 @@ STACKS_S = 10  # seconds before a limit at which ranks are ended, so that the te
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--outcomes", type=Path, help="append a JSON line to this file when a test starts and ends")
     parser.addoption("--limit", type=float, help="end each test after so many seconds, where its own limit is longer")
-    parser.addoption("--most-ranks", type=int, help="start no more ranks than these; tests of more are skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -72,11 +71,6 @@ def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
     return "".join(lines[:1]) if len(lines) < 2 or "Traceback" not in lines[0] else f"{lines[0]} {lines[-1]}"
 
 
-@pytest.fixture(scope="session")
-def machine() -> Machine:
-    return Machine.this()
-
-
 @pytest.fixture(autouse=True)
 def limited_ranks(request) -> Iterator[None]:
     """Ranks end before their test does."""
@@ -84,9 +78,6 @@ def limited_ranks(request) -> Iterator[None]:
         yield
         return
     pool: RankPool = request.getfixturevalue("ranks")
-    most = request.config.getoption("most_ranks", None)
-    if most and most < pool.size:
-        pool.size, pool.why_no_more = most, f"--most-ranks {most}"
     before, marker = pool.timeout_s, request.node.get_closest_marker("timeout")
     pool.timeout_s = marker.args[0] - STACKS_S
     yield
@@ -117,10 +108,3 @@ def models(tmp_path_factory) -> dict[str, Path]:
     for name in ("dense", "mixture", "capped", "latent"):
         models[f"half {name}"] = make_model(tmp_path_factory.mktemp("half"), name, head_dim=HALF_HEAD_DIM)
     return models
-
-
-@pytest.fixture
-def on_gpu(machine):
-    """Skips the test on the CPU; the test's docstring says what is missing there."""
-    if not machine.gpus:
-        pytest.skip("there is no GPU")
