@@ -29,9 +29,7 @@ GRPO = [
     *("actor.optimizer.lr=1e-2", "checkpoint.every=2"),
 ]
 Run = Callable[..., Metrics]
-repeatable = pytest.mark.needs(
-    torch="2.14", why="on GPUs its cumsum of floats, by which the hf engine draws, repeats bitwise"
-)
+needs_repeatable_sums = pytest.mark.needs(torch="2.14", why="on GPUs it refuses cumsum in a deterministic job")
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +84,7 @@ def test_sft_job_on_all_ranks_lowers_its_loss(run, tmp_path):
     assert losses[-1] < 0.7 * losses[0]
 
 
-@repeatable
+@needs_repeatable_sums
 @pytest.mark.timeout(2 * JOB_S)
 def test_deterministic_job_run_twice_is_bitwise_identical(run, deterministic, tmp_path):
     first = deterministic()
@@ -94,7 +92,7 @@ def test_deterministic_job_run_twice_is_bitwise_identical(run, deterministic, tm
     assert run("grpo", tmp_path, "job.deterministic=true") == first
 
 
-@repeatable
+@needs_repeatable_sums
 @pytest.mark.timeout(3 * JOB_S)
 def test_resumed_job_is_bitwise_identical_to_whole_one(run, deterministic, tmp_path):
     whole = deterministic()
@@ -102,7 +100,7 @@ def test_resumed_job_is_bitwise_identical_to_whole_one(run, deterministic, tmp_p
     assert run("grpo", tmp_path, "job.deterministic=true") == whole
 
 
-@repeatable
+@needs_repeatable_sums
 @pytest.mark.timeout(2 * JOB_S)
 def test_killed_rank_is_replaced_and_the_job_is_bitwise_identical(run, deterministic, tmp_path):
     whole = deterministic()
