@@ -106,9 +106,8 @@ def _use_warm_starts_for_sglang() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test whose needs this machine lacks, before its fixtures are made."""
-    for marker in item.iter_markers("needs"):
-        if missing := item.config.stash[_MACHINE].lacks(**marker.kwargs):
-            pytest.skip(missing)
+    if missing := item.config.stash[_MACHINE].lacks_for(item):
+        pytest.skip(missing)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from packaging.version import Version
 
@@ -47,6 +48,11 @@ class Machine:
     @property
     def shares_gpus(self) -> bool:
         return 0 < self.gpus < self.ranks
+
+    def lacks_for(self, test: pytest.Item) -> str | None:
+        """Why a test cannot run here, by its markers; None where it can."""
+        reasons = (self.lacks(**marker.kwargs) for marker in test.iter_markers("needs"))
+        return next(filter(None, reasons), None)
 
     def lacks(
         self,
