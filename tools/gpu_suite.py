@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ class Ended:
 
 
 class Record:
-    """File with JSON lines: tests append theirs as they begin and end, the suite those of parts; the last one counts."""
+    """File of JSON lines: tests append theirs as they begin and end, the suite those of parts; the last one counts."""
 
     def __init__(self, file: Path, goes_on: bool) -> None:
         """Begins a new file unless it goes on."""
@@ -173,7 +173,7 @@ def main(arguments: list[str] | None = None) -> int:
                 output.parent.mkdir(parents=True, exist_ok=True)
                 output.write_text(report(machine, versions, nodes, options.rehearse, record), encoding="utf-8")
 
-        suite = Suite(record, deadline, write_report)
+        suite = Suite(record, deadline, len(machine["gpus"]), write_report)
         if nodes > 1:
             suite.run(node_parts(file, nodes))
         else:
@@ -285,10 +285,10 @@ def launched(options: Sequence[str], program: Sequence[str]) -> list[str]:
 class Suite:
     """Runs parts one after the other until a deadline, and writes the report after each."""
 
-    def __init__(self, record: Record, deadline: float, write_report: Callable[[], None]) -> None:
+    def __init__(self, record: Record, deadline: float, gpus: int, write_report: Callable[[], None]) -> None:
         """`deadline` is a time of time.monotonic()."""
         self.record, self.failed = record, False
-        self._deadline, self._write_report = deadline, write_report
+        self._deadline, self._gpus, self._write_report = deadline, gpus, write_report
 
     def run(self, parts: Sequence[Part]) -> None:
         """Runs the parts; one that is expected to take longer than what is left is named as not started."""
@@ -299,13 +299,20 @@ class Suite:
             if left <= part.expected_s:
                 print(f"== {part.name}: {NOT_STARTED}, {part.expected_s:.0f} s expected", flush=True)
                 continue
-            ended = run(part, min(left, HANGS_S))
+            ended = run(self._with_ranks_that_meet(part), min(left, HANGS_S))
             outcome = OUT_OF_TIME if ended.outcome == TOO_LONG and left < HANGS_S else ended.outcome
             print(f"== {part.name}: {outcome}", flush=True)
             line = {"part": part.name, "outcome": outcome, "seconds": ended.seconds, "shown": ended.shown}
             self.record.add(line)
             self._write_report()
             self.failed |= outcome in ("failed", TOO_LONG)
+
+    def _with_ranks_that_meet(self, part: Part) -> Part:
+        """Returns the part with no more ranks than GPUs if ranks could not share one."""
+        met = self.record.tests().get(MEET, {}).get("outcome") not in ("failed", NOT_ENDED)
+        if met or not self._gpus or "pytest" not in part.command:
+            return part
+        return replace(part, command=[*part.command, "--most-ranks", str(self._gpus)])
 
 
 def run(part: Part, limit_s: float) -> Ended:
