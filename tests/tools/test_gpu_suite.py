@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import zipfile
 from argparse import Namespace
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from tests.helpers import warm_start
+from tests.helpers import fake_cuda, warm_start
 from tests.helpers.machine import Machine
 from tools import gpu_suite as suite
 
@@ -261,21 +262,41 @@ def test_carried_stack_and_wheels_are_unpacked_before_the_suite_starts(tmp_path)
 
     without = run("--bare")
     assert without.returncode == 2 and "tools/install/bare_wheels.sh" in without.stderr
-    wheels.mkdir(parents=True)
-    with zipfile.ZipFile(wheels / "carried-1-py3-none-any.whl", "w") as wheel:
-        for name, text in (
-            ("METADATA", "Name: carried\nVersion: 1\n"),
-            ("WHEEL", "Wheel-Version: 1.0\n"),
-            ("RECORD", ""),
-        ):
-            wheel.writestr(f"carried-1.dist-info/{name}", text)
-        wheel.writestr("carried.py", "")
+    wheel_of_one_module(wheels, "1")
     done = run("--bare", "--stack", "pieces", "--limit", "9")
     assert done.returncode == 0, done.stderr
     options, path, folder = re.fullmatch(r"(\[.*\]) (\S+) (\S+)\n", done.stdout).groups()
     assert options == "['--bare', '--limit', '9']" and folder == "pieces"
     root, site, own = path.split(":")
-    assert (root, own) == (str(tmp_path), "mine") and not Path(site).exists()
+    assert (root, own) == (str(tmp_path), "mine") and (Path(site) / "carried.py").exists()
+    compiled = Path(site) / "compiled"
+    compiled.touch()
+    assert run("--bare", "--stack", "pieces").returncode == 0 and compiled.exists()
+    shutil.rmtree(wheels)
+    wheel_of_one_module(wheels, "2")
+    assert run("--bare", "--stack", "pieces").returncode == 0 and not compiled.exists()
+
+
+def wheel_of_one_module(folder: Path, version: str) -> None:
+    folder.mkdir(parents=True)
+    with zipfile.ZipFile(folder / f"carried-{version}-py3-none-any.whl", "w") as wheel:
+        about = {"METADATA": f"Name: carried\nVersion: {version}\n", "WHEEL": "Wheel-Version: 1.0\n", "RECORD": ""}
+        for name, text in about.items():
+            wheel.writestr(f"carried-{version}.dist-info/{name}", text)
+        wheel.writestr("carried.py", "")
+
+
+def test_process_of_the_fake_gpu_finds_carried_packages(tmp_path, monkeypatch):
+    """A stand-in for Python writes where it would look for modules."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$PYTHONPATH" >{tmp_path}/path; exec sleep 999\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(fake_cuda.sys, "executable", str(python))
+    monkeypatch.setenv("PYTHONPATH", "/carried")
+    with fake_cuda.FakeCudaProcess():
+        while not (tmp_path / "path").exists() or not (path := (tmp_path / "path").read_text()):
+            time.sleep(0.01)
+    assert path.strip().split(":") == [str(suite.ROOT), "/carried"]
 
 
 @pytest.mark.parametrize(
