@@ -105,8 +105,8 @@ def _use_warm_starts_for_sglang() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test whose needs this machine lacks, before its fixtures are made."""
-    if missing := item.config.stash[_MACHINE].lacks_for(item):
+    """Skip a test whose needs this machine does not have, before its fixtures are made."""
+    if missing := item.config.stash[_MACHINE].missing_for(item):
         pytest.skip(missing)
 
 

@@ -47,7 +47,7 @@ def test_launcher_given_a_signal_ends_all_ranks(number):
 
 
 @pytest.mark.parametrize("unnamed", [None, 29500])
-def test_launcher_of_one_node_without_an_address_has_a_rendezvous_of_its_own(monkeypatch, unnamed):
+def test_launcher_of_one_node_without_an_address_uses_a_local_rendezvous(monkeypatch, unnamed):
     """The parser of torch 2.11 has the port as its default."""
     parser = run.get_args_parser()
     parser.set_defaults(master_port=unnamed)

@@ -3,9 +3,9 @@
 One node: `verl-mg doctor`, the tests of tests/gpu, tools/bench/bench_gpu.py. Several nodes: `verl-mg doctor` and
 tests/gpu/nodes.py over all of them. A part that fails does not end the suite.
 
-    tests, parts --JSON lines--> record beside the report --after each part--> report
+    tests, parts --JSON lines--> record next to the report --after each part--> report
 
-What has happened is in the record alone, so a run with `--slice` goes on where another one has ended.
+The report is made from the record, to which a run with `--slice` adds.
 """
 
 from __future__ import annotations
@@ -114,20 +114,20 @@ class Ended:
 
     @property
     def shown(self) -> str:
-        """What the report shows of it besides the outcome, as Markdown."""
+        """Section of the report about it, as Markdown."""
         if self.part.document and self.part.document.exists():
             return re.sub(r"^#", "##", self.part.document.read_text(encoding="utf-8"), flags=re.MULTILINE)
         return f"## verl-mg doctor\n\n```text\n{self.log.strip()}\n```\n" if self.part.name == DOCTOR else ""
 
 
 class Record:
-    """File of JSON lines: tests append theirs as they begin and end, the suite those of parts; the last one counts."""
+    """File of JSON lines: each test appends two, the suite one for each part; the last line of a name counts."""
 
-    def __init__(self, file: Path, goes_on: bool) -> None:
-        """Begins a new file unless it goes on."""
+    def __init__(self, file: Path, append: bool) -> None:
+        """Begins a new file unless it is to `append`."""
         self.file = file
         file.parent.mkdir(parents=True, exist_ok=True)
-        if not goes_on:
+        if not append:
             file.unlink(missing_ok=True)
 
     def add(self, line: Mapping[str, Any], replaces: bool = True) -> None:
@@ -166,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
         output = options.output or default_output(machine["gpus"], nodes)
         # Nodes may have the folder of the report in common; only that of rank 0 has tests to report.
         file = output.with_suffix(".jsonl") if nodes == 1 else Path(folder) / "record.jsonl"
-        record = Record(file, goes_on=bool(options.slice))
+        record = Record(file, append=bool(options.slice))
 
         def write_report() -> None:
             if nodes == 1 or record.tests():

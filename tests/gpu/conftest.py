@@ -63,7 +63,7 @@ class Outcomes:
         """With --collect-only, what is missing for each test."""
         if session.config.option.collectonly:
             for item in session.items:
-                missing = self._machine.lacks_for(item)
+                missing = self._machine.missing_for(item)
                 self._write(item.nodeid, "skipped" if missing else "not started", missing or "")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:

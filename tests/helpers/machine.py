@@ -1,6 +1,6 @@
-"""The GPUs of this machine, how many ranks tests can have on it, and what it lacks for a test.
+"""The GPUs of this machine, how many ranks tests can have on it, and what a test needs that it does not have.
 
-@pytest.mark.needs(torch="2.14", sglang=True)    # skipped, with the reason, where `Machine.lacks` returns one
+@pytest.mark.needs(torch="2.14", sglang=True)    # skipped, with the reason, where `Machine.missing` returns one
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Machine:
     def shares_gpus(self) -> bool:
         return 0 < self.gpus < self.ranks
 
-    def lacks_for(self, test: pytest.Item) -> str | None:
+    def missing_for(self, test: pytest.Item) -> str | None:
         """Why a test cannot run here, by its markers; None where it can."""
-        reasons = (self.lacks(**marker.kwargs) for marker in test.iter_markers("needs"))
+        reasons = (self.missing(**marker.kwargs) for marker in test.iter_markers("needs"))
         return next(filter(None, reasons), None)
 
-    def lacks(
+    def missing(
         self,
         *,
         gpu: bool = False,

@@ -69,7 +69,7 @@ class RankPool:
 
         Skips the test on a machine that has fewer.
         """
-        if missing := self._machine.lacks(ranks=ranks):
+        if missing := self._machine.missing(ranks=ranks):
             pytest.skip(missing)
         if not self._workers:
             self.start()

@@ -62,7 +62,7 @@ def test_rehearsal_of_a_slice_writes_outcomes_and_names_the_other_tests(tmp_path
     assert rows["test_reshard.py::test_reshard_with_silent_ranks_ends"][0] == "not started"
     assert re.search(r"\n3 passed, 0 failed, \d+ skipped, 0 did not end, \d+ not started\n", report)
     assert "offload_of_role_returns_its_memory_to_the_device[fsdp]" not in report
-    tests = suite.Record(tmp_path / "new" / "report.jsonl", goes_on=True).tests()
+    tests = suite.Record(tmp_path / "new" / "report.jsonl", append=True).tests()
     used = {suite.slice_of(test) for test in tests}
     assert used == suite.SLICES.keys() - {"others"}
 
@@ -174,18 +174,18 @@ def test_suite_that_is_out_of_time_names_the_rest_and_a_slice_that_is_run_later_
 
 def test_suite_reports_after_each_part(tmp_path):
     seen: list[list[str]] = []
-    record = suite.Record(tmp_path / "record.jsonl", goes_on=False)
+    record = suite.Record(tmp_path / "record.jsonl", append=False)
     running = suite.Suite(
         record, float("inf"), 0, lambda: seen.append([part["outcome"] for part in record.parts().values()])
     )
     running.run([suite.Part(name, ["-c", ""]) for name in ("one", "two")])
     assert seen == [["passed", "not started"], ["passed", "passed"]] and not running.failed
-    assert suite.Record(record.file, goes_on=True).parts() and not suite.Record(record.file, goes_on=False).parts()
+    assert suite.Record(record.file, append=True).parts() and not suite.Record(record.file, append=False).parts()
 
 
 @pytest.mark.parametrize(("outcome", "limit"), [("passed", []), ("failed", ["--most-ranks", "1"])])
 def test_tests_after_ranks_that_could_not_share_a_gpu_have_as_many_as_gpus(tmp_path, monkeypatch, outcome, limit):
-    record, commands = suite.Record(tmp_path / "record.jsonl", goes_on=False), []
+    record, commands = suite.Record(tmp_path / "record.jsonl", append=False), []
     record.add(TEST | {"name": suite.MEET, "outcome": outcome})
 
     def run(part: suite.Part, _: float) -> suite.Ended:
@@ -203,7 +203,7 @@ def test_slice_has_the_tests_that_the_machine_can_run(tmp_path, monkeypatch):
     found = [("gpu/test_layouts.py::test_a_float32[b-tp1-c]", "not started"), ("gpu/test_x.py::test", "not started")]
     lines = "".join(json.dumps(TEST | {"name": name, "outcome": outcome}) + "\n" for name, outcome in found)
     skipped = json.dumps(TEST | {"name": "gpu/test_reshard.py::test", "outcome": "skipped", "reason": "no"}) + "\n"
-    running = suite.Suite(suite.Record(tmp_path / "record.jsonl", goes_on=False), float("inf"), 0, lambda: None)
+    running = suite.Suite(suite.Record(tmp_path / "record.jsonl", append=False), float("inf"), 0, lambda: None)
     monkeypatch.setattr(suite, "run", lambda part, _: suite.Ended(part, "passed", 1.0, ""))
     (tmp_path / "collected").write_text(lines + skipped)
     made = suite.slices(running, tmp_path / "collected", "")
@@ -219,7 +219,7 @@ def test_slices_are_expected_to_take_less_than_three_minutes():
 
 
 def test_report_counts_tests_and_shows_what_parts_wrote(tmp_path):
-    record = suite.Record(tmp_path / "record.jsonl", goes_on=False)
+    record = suite.Record(tmp_path / "record.jsonl", append=False)
     for name, outcome in (("one", suite.NOT_ENDED), ("one", "failed"), ("two", suite.NOT_ENDED)):
         record.add(TEST | {"name": name, "outcome": outcome})
     (tmp_path / "bench.md").write_text("# B\n")
@@ -319,8 +319,8 @@ def test_process_of_the_fake_gpu_finds_carried_packages(tmp_path, monkeypatch):
         (Machine(1, (2, 28, 9)), {"vllm": True}, "vLLM is not installed; run bash tools/install/vllm_cpu.sh"),
     ],
 )
-def test_machine_says_what_it_lacks_for_a_test(monkeypatch, tmp_path, machine, needs, reason):
+def test_machine_without_a_need_returns_the_reason(monkeypatch, tmp_path, machine, needs, reason):
     monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
     monkeypatch.setattr("tests.helpers.machine.VLLM_PYTHON", tmp_path / "python")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert machine.lacks(**needs) == reason
+    assert machine.missing(**needs) == reason

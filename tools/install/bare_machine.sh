@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes in FOLDER the Python of a machine with GPUs that nobody prepared for this project, to rehearse there what
-# `bash tools/test_gpu.sh --bare` does:
+# Makes in FOLDER the Python environment of a machine with GPUs that was not prepared for this project, to rehearse
+# `bash tools/test_gpu.sh --bare` with it:
 #
 #   bash tools/install/bare_machine.sh FOLDER
 set -euo pipefail

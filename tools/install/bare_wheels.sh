@@ -4,11 +4,11 @@
 #
 #   bash tools/install/bare_wheels.sh [NAME...]
 #
-# Versions are those of launch/requirements-gpu.txt, or the newest of a name that is not there.
+# Versions are as in launch/requirements-gpu.txt, or the newest one of a name that is not in it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-# transformers 5.17 lacks what FSDP with tensor parallelism and images need.
+# transformers 5.17 is too old for tensor parallelism with FSDP, and for images.
 names=(
     megatron-core transformers pydantic pydantic-core annotated-types typing-inspection starlette uvicorn tenacity
     math-verify latex2sympy2-extended antlr4-python3-runtime "$@"
