@@ -50,7 +50,8 @@ def rows_of(report: str) -> dict[str, list[str]]:
 
 
 def test_rehearsal_of_a_slice_writes_outcomes_and_names_the_other_tests(tmp_path):
-    done = rehearse(tmp_path / "new" / "report.md", "--slice", "memory", "-k", "not (offload and fsdp)")
+    selected = ("--slice", "memory", "-k", "not (offload and fsdp)")
+    done = rehearse(tmp_path / "new" / "report.md", *selected, PYTEST_ADDOPTS="--most-ranks 2")
     report = (tmp_path / "new" / "report.md").read_text()
     assert done.returncode == 0, done.stdout + done.stderr
     assert report.startswith("# Rehearsal on the CPU: nothing here ran on a GPU\n\n- 0 GPUs\n- driver none")
@@ -59,7 +60,13 @@ def test_rehearsal_of_a_slice_writes_outcomes_and_names_the_other_tests(tmp_path
     handover = "test_handover.py::test_payload_opened_by_another_process_is_the_same_memory"
     assert rows[f"{handover}[False]"][0] == "passed"
     assert rows[f"{handover}[True]"] == ["skipped", "0.0", "there is no GPU"]
-    assert rows["test_reshard.py::test_reshard_with_silent_ranks_ends"][0] == "not started"
+    assert rows["test_reshard.py::test_reshard_between_two_devices_is_bitwise_equal[tp2-pp2]"][0] == "not started"
+    for test, ranks in (
+        ("test_reshard.py::test_reshard_with_silent_ranks_ends", 3),
+        ("test_layouts.py::test_train_in_float32_on_devices_equals_transformers[tied-tp2-pp2-False]", 4),
+        ("test_fsdp.py::test_updates_in_bfloat16_on_devices_are_near_transformers[dense-cp2-dp2-4-options6]", 4),
+    ):
+        assert rows[test] == ["skipped", "0.0", f"{ranks} ranks: --most-ranks 2"]
     assert re.search(r"\n3 passed, 0 failed, \d+ skipped, 0 did not end, \d+ not started\n", report)
     assert "offload_of_role_returns_its_memory_to_the_device[fsdp]" not in report
     tests = suite.Record(tmp_path / "new" / "report.jsonl", append=True).tests()
@@ -145,12 +152,12 @@ def test_part_that_hangs_is_ended_with_its_processes():
 def outputs(tmp_path, monkeypatch) -> Callable[..., tuple[int, dict[str, list[str]]]]:
     """A function: options -> exit code and rows of the report, of a suite whose parts are programs of one line."""
     monkeypatch.setattr(suite, "described", lambda: (MACHINE, {"NCCL": "2.30.7"}))
-    programs = {"doctor": "print('well')", "devices": "import sys; sys.exit(FAILS)", "memory": HANGS, "reshard": HANGS}
+    programs = {"doctor": "print('well')", "devices": "import sys; sys.exit(FAILS)", "reshard": HANGS, "memory": HANGS}
 
     def run(*options: str, fails: int = 0) -> tuple[int, dict[str, list[str]]]:
         def parts(options: Namespace, *_: object) -> list[suite.Part]:
             commands = {name: ["-c", program.replace("FAILS", str(fails))] for name, program in programs.items()}
-            # `reshard` is never started.
+            # `reshard` is expected to take too long.
             made = [suite.Part(name, command, 1e5 * (name == "reshard")) for name, command in commands.items()]
             return [part for part in made if part.name in (options.slice or programs)]
 
@@ -162,14 +169,14 @@ def outputs(tmp_path, monkeypatch) -> Callable[..., tuple[int, dict[str, list[st
 
 
 def outcomes(rows: dict[str, list[str]]) -> list[str]:
-    return [rows[name][0] for name in ("doctor", "devices", "memory", "reshard")]
+    return [rows[name][0] for name in ("doctor", "devices", "reshard", "memory")]
 
 
 def test_suite_that_is_out_of_time_names_the_rest_and_a_slice_that_is_run_later_keeps_it(outputs):
     code, rows = outputs("--limit", "3")
-    assert outcomes(rows) == ["passed", "passed", "ended by --limit", "not started"] and code == 0
+    assert outcomes(rows) == ["passed", "passed", "not started", "ended by --limit"] and code == 0
     code, rows = outputs("--slice", "devices", fails=1)
-    assert outcomes(rows) == ["passed", "failed", "ended by --limit", "not started"] and code == 1
+    assert outcomes(rows) == ["passed", "failed", "not started", "ended by --limit"] and code == 1
 
 
 def test_suite_reports_after_each_part(tmp_path):
@@ -206,12 +213,14 @@ def test_slice_has_the_tests_that_the_machine_can_run(tmp_path, monkeypatch):
     running = suite.Suite(suite.Record(tmp_path / "record.jsonl", append=False), float("inf"), 0, lambda: None)
     monkeypatch.setattr(suite, "run", lambda part, _: suite.Ended(part, "passed", 1.0, ""))
     (tmp_path / "collected").write_text(lines + skipped)
+    running.record.add(TEST | {"name": found[0][0]})  # by an earlier run
     made = suite.slices(running, tmp_path / "collected", "")
     assert {part.name: part.command[-1] for part in made} == {
         "layouts": "tests/gpu/test_layouts.py::test_a_float32[b-tp1-c]",
         "others": "tests/gpu/test_x.py::test",
     }
     assert running.record.tests()["gpu/test_reshard.py::test"]["reason"] == "no"
+    assert running.record.tests()[found[0][0]]["outcome"] == "passed"
 
 
 def test_slices_are_expected_to_take_less_than_three_minutes():
@@ -324,3 +333,8 @@ def test_machine_without_a_need_returns_the_reason(monkeypatch, tmp_path, machin
     monkeypatch.setattr("tests.helpers.machine.VLLM_PYTHON", tmp_path / "python")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert machine.missing(**needs) == reason
+
+
+@pytest.mark.needs(gpu=True)
+def test_need_of_a_gpu_is_met_where_the_test_runs(machine):
+    assert machine.gpus > 0
