@@ -42,14 +42,14 @@ REQUIRED = {
 DOCTOR, COLLECTION = "doctor", "collection"
 SLICES = {
     "devices": ("test_devices", 20),
-    # What has not run on any GPU yet.
+    # What has not run on a GPU yet, as docs/gpu_differences.md lists it.
     "vllm": ("test_engine_jobs.*vllm", 150),
+    "sglang-repeated": ("test_jobs.*deterministic_job_with_sglang", 175),
+    "quickstart": ("test_jobs.*quickstart", 120),
     "int4": ("test_engine_jobs.*int4", 150),
     "torch-native": ("test_engine_jobs.*torch_native", 100),
-    "sglang-repeated": ("test_jobs.*deterministic_job_with_sglang", 175),
-    "prefixes-te": ("test_shared_prefixes.*transformer_engine", 75),
+    "fsdp-rows": ("test_fsdp.*(of_packed_rows|rows_with_images)", 45),
     # What users do first.
-    "quickstart": ("test_jobs.*quickstart", 120),
     "jobs": ("test_jobs.*(sft|gkd|fsdp)", 150),
     "jobs-sglang": ("test_jobs.*with_sglang", 130),
     "jobs-repeated": ("test_jobs.*(run_twice|resumed)", 135),
@@ -62,12 +62,12 @@ SLICES = {
     "layouts": ("test_layouts.*float32.*-tp1-", 75),
     "layouts-bfloat16": ("test_layouts.*bfloat16", 90),
     "layouts-te": ("test_layouts.*transformer_engine", 130),
+    "prefixes-te": ("test_shared_prefixes.*transformer_engine", 75),
     "layouts-two": ("test_layouts.*float32.*-(tp2|cp2|ep2|pp2-vpp3|tp2-ep2-etp1)-(True|False)", 165),
     "layouts-more": ("test_layouts.*float32", 130),
     "memory": ("test_(memory|handover|host_waits)", 110),
     "fsdp-float32": ("test_fsdp.*updates_in_float32", 85),
     "fsdp-bfloat16": ("test_fsdp.*updates_in_bfloat16", 115),
-    "fsdp-rows": ("test_fsdp.*rows", 45),
     "prefixes": ("test_shared_prefixes", 130),
     "reshard": ("test_reshard", 110),
     "others": ("", 170),
