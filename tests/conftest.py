@@ -30,7 +30,7 @@ torch.set_num_threads(1)
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
-_POOL = pytest.StashKey[RankPool]()
+_MACHINE, _POOL = pytest.StashKey[Machine](), pytest.StashKey[RankPool]()
 
 
 QUICK = ("algorithms", "data", "layout", "models", "planner", "reshard", "rewards", "sharding")
@@ -45,6 +45,11 @@ SLOW_MODULES = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="only tests without ranks, engines and processes")
+    parser.addoption("--most-ranks", type=int, default=0, help="start no more ranks than these; skip tests of more")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_MACHINE] = Machine.this(config.option.most_ranks)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -75,7 +80,7 @@ def _is_pure(item: pytest.Item) -> bool:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Fork the ranks when the test modules are known and nothing has run yet, so that no thread is copied."""
-    machine = Machine.this()
+    machine = session.config.stash[_MACHINE]
     machine.set_variables()
     if not session.config.option.quick and not machine.gpus:
         _use_warm_starts_for_sglang()
@@ -96,6 +101,18 @@ def _use_warm_starts_for_sglang() -> None:
     from verl_mg.engines import kinds
 
     kinds.sys = SimpleNamespace(executable=warm_start.sglang().python)  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose needs this machine does not have, before its fixtures are made."""
+    if missing := item.config.stash[_MACHINE].missing_for(item):
+        pytest.skip(missing)
+
+
+@pytest.fixture(scope="session")
+def machine(request) -> Machine:
+    return request.config.stash[_MACHINE]
 
 
 @pytest.fixture(scope="session")

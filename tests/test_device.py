@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from verl_mg.device import compute_in_float32, without_expandable_segments
+from verl_mg.device import allocator_settings, compute_in_float32, without_expandable_segments
 
 
 @pytest.fixture
 def allocator():
-    """Reads and writes the allocator's settings; restores those of before."""
-    before = torch._C._accelerator_getAllocatorSettings()
+    """Writes the allocator's settings; restores those of before."""
+    before = allocator_settings()
     yield torch._C
     torch._C._accelerator_setAllocatorSettings(before)
 
@@ -26,9 +26,16 @@ def allocator():
 def test_without_expandable_segments_keeps_other_settings_and_restores_all(allocator, given, inside):
     allocator._accelerator_setAllocatorSettings(given)
     with pytest.raises(ZeroDivisionError), without_expandable_segments():
-        assert allocator._accelerator_getAllocatorSettings() == inside
+        assert allocator_settings() == inside
         raise ZeroDivisionError
-    assert allocator._accelerator_getAllocatorSettings() == given
+    assert allocator_settings() == given
+
+
+def test_allocator_settings_are_those_of_a_torch_that_cannot_be_asked_for_them(allocator, monkeypatch):
+    allocator._accelerator_setAllocatorSettings("expandable_segments:True,max_split_size_mb:64")
+    newer = allocator_settings()
+    monkeypatch.delattr(allocator, "_accelerator_getAllocatorSettings", raising=False)
+    assert allocator_settings() == newer == "expandable_segments:True,max_split_size_mb:64"
 
 
 def allow_tf32(names: str) -> None:

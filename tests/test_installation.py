@@ -1,24 +1,28 @@
 """What users install: the ranges of setup.py, the files of pinned versions, the wheel, and how a Python is found."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
 import textwrap
 import zipfile
+from collections.abc import Iterable
 from distutils.core import run_setup  # that of setuptools
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.helpers.launched import ROOT
 from tests.helpers.traces import needs_vllm
 from tests.helpers.warm_start import VLLM_PYTHON
 
-GPU_LOCK, CPU_LOCK = ROOT / "launch" / "requirements-gpu.txt", ROOT / "tools" / "install" / "requirements-cpu.txt"
+INSTALL = ROOT / "tools" / "install"
+GPU_LOCK, CPU_LOCK = ROOT / "launch" / "requirements-gpu.txt", INSTALL / "requirements-cpu.txt"
 UV = Path(sys.prefix) / "bin" / "uv"
 OF_EXTRAS = ["--extra", "gpu", "--extra", "sglang", "--extra", "mcp", "--extra", "trackers"]
 COMPILE = ["pip", "compile", "--quiet", "--no-header", "--no-annotate", "--python-version", "3.12", "setup.py"]
@@ -142,6 +146,26 @@ def test_transformer_engine_finds_its_headers_with_the_commands_of_the_documents
         pytest.skip("there is no g++, or this torch is not one for CUDA, which brings NCCL's headers")
     assert "nccl.h: No such file" in preprocessed(transformer_engine, "")
     assert preprocessed(transformer_engine, include_path(document, tmp_path)) == ""
+
+
+def required(names: Iterable[str], found: set[str]) -> set[str]:
+    """Adds the packages of the names, and those that they require here, torch's own excepted."""
+    for name in map(canonicalize_name, names):
+        if name not in found:
+            found.add(name)
+            own = map(Requirement, () if name == "torch" else requires(name) or ())
+            required((each.name for each in own if each.marker is None or each.marker.evaluate({"extra": ""})), found)
+    return found
+
+
+def test_bare_machine_with_the_carried_wheels_has_what_the_project_requires():
+    carried = re.search(r"names=\((.*?)\)", (INSTALL / "bare_wheels.sh").read_text(), re.S)[1].split()
+    there = {*pins(INSTALL / "requirements-bare-machine.txt"), *carried}
+    ours = map(Requirement, run_setup(str(ROOT / "setup.py"), stop_after="init").install_requires)
+    wanted = [each.name for each in ours if each.marker is None or each.marker.evaluate()]
+    # A system has time zones of its own.
+    assert required([*wanted, "pytest", "pytest-timeout", "hypothesis"], {"tzdata"}) - there == {"tzdata"}
+    assert not {*carried} - {"transformers"} & pins(INSTALL / "requirements-bare-machine.txt").keys()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from torch.distributed import run
 
 from tests.helpers.launched import (
     HELD,
@@ -29,6 +30,7 @@ from tests.helpers.launched import (
 from tests.helpers.tiny_jobs import metrics_of
 from verl_mg.distributed import rendezvous
 from verl_mg.distributed.watchdog import EXIT_RANK_LOST
+from verl_mg.launch import __main__ as launch
 
 MPIRUN = ["mpirun", "--bind-to", "none", "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
 SCRIPTS = sorted(path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch"))
@@ -42,6 +44,17 @@ def test_launcher_given_a_signal_ends_all_ranks(number):
         launcher.wait_for_steps()
         launcher.send_signal(number)
         assert launcher.ended() == (128 + number, "", "")
+
+
+@pytest.mark.parametrize("unnamed", [None, 29500])
+def test_launcher_of_one_node_without_an_address_uses_a_local_rendezvous(monkeypatch, unnamed):
+    """The parser of torch 2.11 has the port as its default."""
+    parser = run.get_args_parser()
+    parser.set_defaults(master_port=unnamed)
+    monkeypatch.setattr(run, "get_args_parser", lambda: parser)
+    parsed = launch._parsed(["--nproc-per-node", "2", "job.py"])
+    assert (parsed.rdzv_backend, parsed.rdzv_endpoint) == ("c10d", "localhost:0")
+    assert launch._parsed(["--master-port", "1234", "job.py"]).rdzv_backend == "static"
 
 
 def test_launcher_without_its_other_host_reports_one_line():

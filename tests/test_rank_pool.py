@@ -18,7 +18,7 @@ def meet_or_hang() -> int:
 
 
 def test_ranks_that_hang_are_named_with_their_stacks_and_replaced(monkeypatch):
-    pool = RankPool(Machine(0, ()), 2)
+    pool = RankPool(Machine(0, (), 2))
 
     def until_both_hang(pipes: list[Connection], timeout: float) -> list[Connection]:
         """The time of the ranks is over as soon as both are where they stay."""
@@ -41,7 +41,7 @@ def test_ranks_that_hang_are_named_with_their_stacks_and_replaced(monkeypatch):
 
 @pytest.mark.nightly
 def test_ranks_of_machine_with_gpus_are_spawned_and_know_functions_of_tests():
-    pool = RankPool(Machine(1, (2, 30, 7)), 2)  # there is no GPU: they meet over gloo
+    pool = RankPool(Machine(1, (2, 30, 7), 2))  # there is no GPU: they meet over gloo
     try:
         assert pool.run(2, dist.get_world_size) == [2, 2] and pool.run(1, meet_or_hang) == [0]
     finally:

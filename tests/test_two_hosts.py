@@ -25,8 +25,8 @@ from tests.helpers.launched import (
     train_command,
     write_inputs,
 )
+from tests.helpers.machine import VLLM_PYTHON
 from tests.helpers.tiny_jobs import RECIPES, logged
-from tests.helpers.warm_start import VLLM_PYTHON
 from tests.rollout.engine_jobs import inputs as engine_inputs
 from tests.rollout.engine_jobs import settings
 from verl_mg.distributed.watchdog import EXIT_RANK_LOST

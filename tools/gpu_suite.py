@@ -1,7 +1,11 @@
-"""Runs all tests for GPUs, each part with a time limit, and writes one report; see tools/test_gpu.sh.
+"""Runs all tests for GPUs in slices of minutes, and writes one report; see tools/test_gpu.sh.
 
 One node: `verl-mg doctor`, the tests of tests/gpu, tools/bench/bench_gpu.py. Several nodes: `verl-mg doctor` and
 tests/gpu/nodes.py over all of them. A part that fails does not end the suite.
+
+    tests, parts --JSON lines--> record next to the report --after each part--> report
+
+The report is made from the record, to which a run with `--slice` adds.
 """
 
 from __future__ import annotations
@@ -16,9 +20,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,22 +39,65 @@ REQUIRED = {
     "hypothesis": "pytest pytest-timeout hypothesis",
 }
 """Modules without which no part runs, and what installs them."""
-QUICK = "meet or dense-tp1 or mixture-tp1 or latent-tp1 or two_devices or silent or payload or offload or waits"
-"""Tests for a short lease of one GPU."""
-PARTS = ("verl-mg doctor", "tests/gpu", "tools/bench/bench_gpu.py")
-NOT_ENDED = "did not end"
+DOCTOR, COLLECTION = "doctor", "collection"
+SLICES = {
+    "devices": ("test_devices", 20),
+    # What has not run on a GPU yet, as docs/gpu_differences.md lists it.
+    "vllm": ("test_engine_jobs.*vllm", 150),
+    "sglang-repeated": ("test_jobs.*deterministic_job_with_sglang", 175),
+    "quickstart": ("test_jobs.*quickstart", 120),
+    "int4": ("test_engine_jobs.*int4", 150),
+    "torch-native": ("test_engine_jobs.*torch_native", 100),
+    "fsdp-rows": ("test_fsdp.*(of_packed_rows|rows_with_images)", 45),
+    # What users do first.
+    "jobs": ("test_jobs.*(sft|gkd|fsdp)", 150),
+    "jobs-sglang": ("test_jobs.*with_sglang", 130),
+    "jobs-repeated": ("test_jobs.*(run_twice|resumed)", 135),
+    "jobs-killed": ("test_jobs.*killed", 150),
+    "sleep": ("test_engine[.]py", 120),
+    "sglang": ("test_engine_jobs.*colocated", 150),
+    "float32": ("test_engine_jobs.*float32", 100),
+    "adapters": ("test_engine_jobs.*adapters", 155),
+    "fp8": ("test_engine_jobs.*fp8", 145),
+    "layouts": ("test_layouts.*float32.*-tp1-", 75),
+    "layouts-bfloat16": ("test_layouts.*bfloat16", 90),
+    "layouts-te": ("test_layouts.*transformer_engine", 130),
+    "prefixes-te": ("test_shared_prefixes.*transformer_engine", 75),
+    "layouts-two": ("test_layouts.*float32.*-(tp2|cp2|ep2|pp2-vpp3|tp2-ep2-etp1)-(True|False)", 165),
+    "layouts-more": ("test_layouts.*float32", 130),
+    "memory": ("test_(memory|handover|host_waits)", 110),
+    "fsdp-float32": ("test_fsdp.*updates_in_float32", 85),
+    "fsdp-bfloat16": ("test_fsdp.*updates_in_bfloat16", 115),
+    "prefixes": ("test_shared_prefixes", 130),
+    "reshard": ("test_reshard", 110),
+    "others": ("", 170),
+}
+"""Tests of a slice, by the first expression that is found in a name, and the seconds that it is expected to take."""
+BENCH = {
+    "bench": (("device", "kept"), 130),
+    "bench-recomputed": (("recomputed", "torch"), 175),
+    "bench-rollout": (("rollout",), 150),
+}
+"""Parts of tools/bench/bench_gpu.py in a slice, and expected seconds."""
+MEET = "gpu/test_devices.py::test_ranks_meet_on_their_devices"
+HANGS_S = 1800.0
+"""Seconds after which a part is ended in any case; its tests have shorter limits."""
+NOT_STARTED, NOT_ENDED = "not started", "did not end"  # outcomes of parts and tests, and of tests
+TOO_LONG, OUT_OF_TIME = "took too long", "ended by --limit"  # of parts
 
 
 @dataclass(frozen=True)
 class Part:
-    """One program of the suite with its limit."""
+    """One program of the suite."""
 
     name: str
-    """Name in the report."""
+    """Name in the report, and for --slice."""
     command: Sequence[str]
     """Arguments of Python."""
-    limit_s: float
-    """Seconds after which it is ended."""
+    expected_s: float = 0.0
+    """Seconds that it is expected to take on a GPU; where less is left it is not started."""
+    document: Path | None = None
+    """Markdown that it writes for the report."""
 
 
 @dataclass(frozen=True)
@@ -58,42 +106,95 @@ class Ended:
 
     part: Part
     outcome: str
-    """"passed", "failed" or "took too long"."""
+    """"passed", "failed", or that it was ended."""
     seconds: float
     """Duration."""
     log: str
     """Its standard output."""
 
+    @property
+    def shown(self) -> str:
+        """Section of the report about it, as Markdown."""
+        if self.part.document and self.part.document.exists():
+            return re.sub(r"^#", "##", self.part.document.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        return f"## verl-mg doctor\n\n```text\n{self.log.strip()}\n```\n" if self.part.name == DOCTOR else ""
+
+
+class Record:
+    """File of JSON lines: each test appends two, the suite one for each part; the last line of a name counts."""
+
+    def __init__(self, file: Path, append: bool) -> None:
+        """Begins a new file unless it is to `append`."""
+        self.file = file
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not append:
+            file.unlink(missing_ok=True)
+
+    def add(self, line: Mapping[str, Any], replaces: bool = True) -> None:
+        """Appends the line of a "part" or of a test with a "name", also where there is one already if it `replaces`."""
+        known = {} if replaces else self.parts() | self.tests()
+        if line.get("part", line.get("name")) not in known:
+            with self.file.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def parts(self) -> dict[str, dict[str, Any]]:
+        """Returns {name of the part: line}."""
+        return last_lines(self.file, "part")
+
+    def tests(self) -> dict[str, dict[str, Any]]:
+        """Returns {name of the test: line}."""
+        return last_lines(self.file, "name")
+
+
+def last_lines(file: Path, key: str) -> dict[str, dict[str, Any]]:
+    """Returns the last line with each value of the key, in the order of the first ones."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return {line[key]: line for line in lines if key in line}
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Returns the exit code: 1 if a part failed, 2 if the suite cannot run, otherwise 0."""
-    options = _options(arguments)
+    deadline, options = time.monotonic(), _options(arguments)
+    deadline += options.limit
     if problem := missing():
         print(f"error: {problem}", file=sys.stderr)
         return 2
     nodes = int(os.environ.get("NODES", "1"))
     with tempfile.TemporaryDirectory(prefix="test-gpu-") as folder:
         machine, versions = described()
-        files = {name: Path(folder) / name for name in ("outcomes", "bench.md")}
-        parts = node_parts(files, nodes) if nodes > 1 else one_node_parts(options, files, len(machine["gpus"]))
-        ended = [run(part) for part in parts]
-        tests = outcomes(files["outcomes"])
-        bench = files["bench.md"].read_text(encoding="utf-8") if files["bench.md"].exists() else ""
-        writes = nodes == 1 or files["outcomes"].exists()
-    if writes:
         output = options.output or default_output(machine["gpus"], nodes)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(report(machine, versions, nodes, options.rehearse, ended, tests, bench), encoding="utf-8")
-        print(f"report: {output}", flush=True)
-    return 1 if any(each.outcome != "passed" for each in ended) or failed(tests) else 0
+        # Nodes may have the folder of the report in common; only that of rank 0 has tests to report.
+        file = output.with_suffix(".jsonl") if nodes == 1 else Path(folder) / "record.jsonl"
+        record = Record(file, append=bool(options.slice))
+
+        def write_report() -> None:
+            if nodes == 1 or record.tests():
+                output.parent.mkdir(parents=True, exist_ok=True)
+                output.write_text(report(machine, versions, nodes, options.rehearse, record), encoding="utf-8")
+
+        suite = Suite(record, deadline, len(machine["gpus"]), write_report)
+        if nodes > 1:
+            suite.run(node_parts(file, nodes))
+        else:
+            suite.run(one_node_parts(options, suite, Path(folder), len(machine["gpus"])))
+        write_report()
+        if output.exists():
+            print(f"report: {output}", flush=True)
+    return 1 if suite.failed else 0
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="tools/test_gpu.sh", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="file of the report (default: benchmarks/GPU-COUNT/test_gpu.md)")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with small sizes; GPUs are not used")
-    parser.add_argument("--quick", action="store_true", help="a selection for eight minutes on one GPU")
-    parser.add_argument("--part", action="append", choices=PARTS, help="only this part of one node's (repeatable)")
+    parser.add_argument("--bare", action="store_true", help="with carried wheels, whose versions are not checked")
+    parser.add_argument(
+        "--limit", type=float, default=float("inf"), help="seconds after which the suite ends in any case"
+    )
+    names = (DOCTOR, *SLICES, *BENCH)
+    text = "only this part of one node's (repeatable); a report that is there keeps its others: %(choices)s"
+    parser.add_argument("--slice", action="append", choices=names, metavar="NAME", help=text)
     parser.add_argument("-k", dest="selected", default="", help="expression of pytest that selects tests")
     options = parser.parse_args(arguments)
     if options.rehearse:
@@ -126,36 +227,53 @@ def described() -> tuple[dict[str, Any], dict[str, str]]:
     return machine, versions
 
 
-def one_node_parts(options: argparse.Namespace, files: Mapping[str, Path], gpus: int) -> list[Part]:
-    """Returns the parts for one node; the bench comes first where time is short."""
-    selected = " and ".join(f"({text})" for text in (options.selected, QUICK if options.quick else "") if text)
-    small = ["--tiny", "--repeats", "1"] if options.rehearse else ["--repeats", "3"] if options.quick else []
-    doctor = launched(["--standalone", "--nproc-per-node", str(max(gpus, 1))], ["-m", "verl_mg", "doctor"])
-    tests = ["-m", "pytest", "tests/gpu", "-m", "gpu", "-rs", "--outcomes", str(files["outcomes"]), "-k", selected]
-    bench = ["-m", "tools.bench.bench_gpu", "--output", str(files["bench.md"]), *small]
-    parts = [
-        Part(name, command, limit_s)
-        for name, command, limit_s in zip(PARTS, (doctor, tests, bench), (300, 3600, 1800), strict=True)
-        if name in (options.part or PARTS)
-    ]
-    return sorted(parts, key=lambda part: part.name == "tests/gpu") if options.quick else parts
+def one_node_parts(options: argparse.Namespace, suite: Suite, folder: Path, gpus: int) -> list[Part]:
+    """Returns the parts for one node; tests of a slice are those that the collection finds and this machine can run."""
+    parts = []
+    if not options.bare:
+        doctor = launched(["--standalone", "--nproc-per-node", str(max(gpus, 1))], ["-m", "verl_mg", "doctor"])
+        parts.append(Part(DOCTOR, doctor, 30))
+    if not options.slice or set(options.slice) & SLICES.keys():
+        parts += slices(suite, folder / "collected.jsonl", options.selected)
+    small = ["--tiny", "--repeats", "1"] if options.rehearse else []
+    for name, (measured, expected_s) in BENCH.items():
+        document = folder / f"{name}.md"
+        chosen = [word for part in measured for word in ("--part", part)]
+        command = ["-m", "tools.bench.bench_gpu", "--output", str(document), *chosen, *small]
+        parts.append(Part(name, command, expected_s, document))
+    return [part for part in parts if not options.slice or part.name in options.slice]
 
 
-def node_parts(files: Mapping[str, Path], nodes: int) -> list[Part]:
+def slices(suite: Suite, file: Path, selected: str) -> list[Part]:
+    """Collects the tests, records those that this machine cannot run, and returns the slices of the others."""
+    pytest = ["-m", "pytest", "tests/gpu", "-m", "gpu", "-k", selected, "-q", "--collect-only", "--outcomes", str(file)]
+    suite.run([Part(COLLECTION, pytest)])
+    tests: dict[str, list[str]] = {name: [] for name in SLICES}
+    for name, line in last_lines(file, "name").items():
+        suite.record.add(line, replaces=False)
+        if line["outcome"] == NOT_STARTED:
+            tests[slice_of(name)].append(f"tests/{name}")
+    pytest = ["-m", "pytest", "-m", "gpu", "-rs", "--outcomes", str(suite.record.file)]
+    return [Part(name, [*pytest, *tests[name]], SLICES[name][1]) for name in SLICES if tests[name]]
+
+
+def slice_of(test: str) -> str:
+    """Returns the name of a test's slice."""
+    return next(name for name, (expression, _) in SLICES.items() if re.search(expression, test))
+
+
+def node_parts(record: Path, nodes: int) -> list[Part]:
     """Returns the parts for several nodes; each meets at another port, because the last one's may still be in use."""
     host, _, port = os.environ.get("RENDEZVOUS", "").rpartition(":")
     if not host or not port.isdigit():
         sys.exit("error: several nodes need RENDEZVOUS=HOST:PORT, where HOST is one of them")
-    programs = {
-        "verl-mg doctor": ["-m", "verl_mg", "doctor"],
-        "tests/gpu/nodes.py": ["-m", "tests.gpu.nodes", str(files["outcomes"])],
-    }
+    programs = {DOCTOR: ["-m", "verl_mg", "doctor"], "nodes": ["-m", "tests.gpu.nodes", str(record)]}
     parts = []
     for number, (name, program) in enumerate(programs.items()):
         place = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:{int(port) + number}"]
         place += ["--rdzv-id", f"{os.environ.get('JOB', 'test_gpu')}-{number}"]
         ranks = ["--nnodes", str(nodes), "--nproc-per-node", os.environ.get("RANKS", "auto")]
-        parts.append(Part(name, launched([*ranks, *place], program), 900))
+        parts.append(Part(name, launched([*ranks, *place], program)))
     return parts
 
 
@@ -164,7 +282,40 @@ def launched(options: Sequence[str], program: Sequence[str]) -> list[str]:
     return ["-m", "verl_mg.launch", *options, *program]
 
 
-def run(part: Part) -> Ended:
+class Suite:
+    """Runs parts one after the other until a deadline, and writes the report after each."""
+
+    def __init__(self, record: Record, deadline: float, gpus: int, write_report: Callable[[], None]) -> None:
+        """`deadline` is a time of time.monotonic()."""
+        self.record, self.failed = record, False
+        self._deadline, self._gpus, self._write_report = deadline, gpus, write_report
+
+    def run(self, parts: Sequence[Part]) -> None:
+        """Runs the parts; one that is expected to take longer than what is left is named as not started."""
+        for part in parts:
+            self.record.add({"part": part.name, "outcome": NOT_STARTED, "seconds": 0.0, "shown": ""}, replaces=False)
+        for part in parts:
+            left = self._deadline - time.monotonic()
+            if left <= part.expected_s:
+                print(f"== {part.name}: {NOT_STARTED}, {part.expected_s:.0f} s expected", flush=True)
+                continue
+            ended = run(self._with_ranks_that_meet(part), min(left, HANGS_S))
+            outcome = OUT_OF_TIME if ended.outcome == TOO_LONG and left < HANGS_S else ended.outcome
+            print(f"== {part.name}: {outcome}", flush=True)
+            line = {"part": part.name, "outcome": outcome, "seconds": ended.seconds, "shown": ended.shown}
+            self.record.add(line)
+            self._write_report()
+            self.failed |= outcome in ("failed", TOO_LONG)
+
+    def _with_ranks_that_meet(self, part: Part) -> Part:
+        """Returns the part with no more ranks than GPUs if ranks could not share one."""
+        met = self.record.tests().get(MEET, {}).get("outcome") not in ("failed", NOT_ENDED)
+        if met or not self._gpus or "pytest" not in part.command:
+            return part
+        return replace(part, command=[*part.command, "--most-ranks", str(self._gpus)])
+
+
+def run(part: Part, limit_s: float) -> Ended:
     """Runs a part, shows what it prints, and ends it with all its processes where it takes too long."""
     print(f"== {part.name}", flush=True)
     started, lines = time.monotonic(), []
@@ -177,7 +328,7 @@ def run(part: Part) -> Ended:
         start_new_session=True,
     )
     late = threading.Event()
-    timer = threading.Timer(part.limit_s, lambda: (late.set(), _kill(process.pid)))
+    timer = threading.Timer(limit_s, lambda: (late.set(), _kill(process.pid)))
     timer.start()
     assert process.stdout
     for line in process.stdout:
@@ -185,8 +336,7 @@ def run(part: Part) -> Ended:
         print(line, end="", flush=True)
     code = process.wait()
     timer.cancel()
-    outcome = "took too long" if late.is_set() else "failed" if code else "passed"
-    print(f"== {part.name}: {outcome}", flush=True)
+    outcome = TOO_LONG if late.is_set() else "failed" if code else "passed"
     return Ended(part, outcome, time.monotonic() - started, "".join(lines))
 
 
@@ -204,17 +354,6 @@ def _kill(pid: int) -> None:
 # -- the report
 
 
-def outcomes(file: Path) -> list[dict[str, Any]]:
-    """Returns the last line of each test, in the order in which they started."""
-    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return list({test["name"]: test for test in map(json.loads, lines)}.values())
-
-
-def failed(tests: Iterable[Mapping[str, Any]]) -> bool:
-    """Returns whether a test failed, or did not end."""
-    return any(test["outcome"] in ("failed", NOT_ENDED) for test in tests)
-
-
 def default_output(gpus: Sequence[str], nodes: int) -> Path:
     """Returns the file of the report for this hardware, such as benchmarks/nvidia-h200-141-gib-8/test_gpu.md."""
     name = re.sub(r"[^a-z0-9]+", "-", gpus[0].lower()).strip("-") if gpus else "cpu"
@@ -222,27 +361,22 @@ def default_output(gpus: Sequence[str], nodes: int) -> Path:
     return ROOT / "benchmarks" / f"{name}-{max(len(gpus), 1)}{across}" / "test_gpu.md"
 
 
-def report(
-    machine: Mapping[str, Any],
-    versions: Mapping[str, str],
-    nodes: int,
-    rehearsed: bool,
-    ended: Sequence[Ended],
-    tests: Sequence[Mapping[str, Any]],
-    bench: str,
-) -> str:
+def report(machine: Mapping[str, Any], versions: Mapping[str, str], nodes: int, rehearsed: bool, record: Record) -> str:
     """Returns the report as Markdown."""
     hardware = "\n".join(f"- {line}" for line in _hardware(machine, versions, nodes))
-    parts = _table(("part", "outcome", "seconds"), ((e.part.name, e.outcome, f"{e.seconds:.0f}") for e in ended))
+    lines, tests = record.parts().values(), record.tests()
+    parts = _table(("part", "outcome", "seconds"), ((p["part"], p["outcome"], f"{p['seconds']:.0f}") for p in lines))
     rows = [
-        (test["name"].removeprefix("gpu/"), test["outcome"], f"{test['seconds']:.1f}", test["reason"]) for test in tests
+        (name.removeprefix("gpu/"), test["outcome"], f"{test['seconds']:.1f}", test["reason"])
+        for name, test in tests.items()
     ]
-    counts = ", ".join(f"{_count(tests, kind)} {kind}" for kind in ("passed", "failed", "skipped", NOT_ENDED))
+    counted = Counter(test["outcome"] for test in tests.values())
+    kinds = ("passed", "failed", "skipped", NOT_ENDED, NOT_STARTED)
+    counts = ", ".join(f"{counted[kind]} {kind}" for kind in kinds)
     title = "# Rehearsal on the CPU: nothing here ran on a GPU" if rehearsed else "# Tests and measurements on GPUs"
-    logs = "".join(f"\n## {e.part.name}\n\n```text\n{e.log.strip()}\n```\n" for e in ended if "doctor" in e.part.name)
     table = _table(("test", "outcome", "seconds", "reason"), rows)
-    demoted = re.sub(r"^#", "##", bench, flags=re.MULTILINE)
-    return f"{title}\n\n{hardware}\n\n{parts}\n## Tests\n\n{counts}\n\n{table}{logs}\n{demoted}"
+    shown = "".join(f"\n{part['shown']}" for part in lines if part["shown"])
+    return f"{title}\n\n{hardware}\n\n{parts}\n## Tests\n\n{counts}\n\n{table}{shown}"
 
 
 def _hardware(machine: Mapping[str, Any], versions: Mapping[str, str], nodes: int) -> Iterator[str]:
@@ -252,10 +386,6 @@ def _hardware(machine: Mapping[str, Any], versions: Mapping[str, str], nodes: in
     yield ", ".join(f"{name} {version}" for name, version in versions.items())
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     yield f"{datetime.now(UTC):%Y-%m-%d}, commit {commit.stdout.strip() or 'unknown'}"
-
-
-def _count(tests: Iterable[Mapping[str, Any]], outcome: str) -> int:
-    return sum(test["outcome"] == outcome for test in tests)
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -152,13 +152,21 @@ def is_blackwell() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
 
 
+def allocator_settings() -> str:
+    """Returns the settings of torch's allocator for GPUs, written as in its variable PYTORCH_ALLOC_CONF."""
+    if hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        return torch._C._accelerator_getAllocatorSettings()
+    settings: str = torch.cuda.memory._snapshot()["allocator_settings"]["PYTORCH_CUDA_ALLOC_CONF"]  # torch below 2.13
+    return settings
+
+
 @contextmanager
 def without_expandable_segments() -> Iterator[None]:
     """Context manager: torch allocates GPU memory whose handle any process of the machine can open.
 
     To open memory of an expandable segment a process needs the system call `pidfd_getfd`, which containers refuse.
     """
-    before = torch._C._accelerator_getAllocatorSettings()
+    before = allocator_settings()
     inside = re.sub(r"expandable_segments\s*:\s*\w+", "expandable_segments:False", before)
     if inside == before:
         yield

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 
+from verl_mg.device import allocator_settings
 from verl_mg.engines import payloads
 from verl_mg.engines.payloads import ALIGNMENT, Staging, named_views, open_payload, staging_bytes
 from verl_mg.sharding.boxes import Piece, Shard
@@ -83,10 +84,10 @@ def test_staging_aligns_tensors_zeroes_padding_and_has_at_least_the_asked_size(m
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_staging_on_a_gpu_is_allocated_without_expandable_segments(monkeypatch, device):
-    before, seen, empty = torch._C._accelerator_getAllocatorSettings(), [], torch.empty
+    before, seen, empty = allocator_settings(), [], torch.empty
 
     def on_cpu(size, dtype, device):
-        seen.append(torch._C._accelerator_getAllocatorSettings())
+        seen.append(allocator_settings())
         return empty(size, dtype=dtype)
 
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

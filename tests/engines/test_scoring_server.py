@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.helpers.json_server import JsonResponse, serving
+from tests.helpers.machine import VLLM_PYTHON
 from tests.helpers.sglang_servers import RunningServer, ServerProcess, free_port
 from tests.helpers.tiny_models import tiny_model
 from tests.helpers.traces import needs_sglang, needs_vllm
-from tests.helpers.warm_start import VLLM_PYTHON
 from verl_mg.engines.scoring_server import ScoringServer
 from verl_mg.engines.vllm.arguments import ON_CPU
 from verl_mg.errors import UserError

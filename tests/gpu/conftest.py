@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.machine import Machine
 from tests.helpers.rank_pool import RankPool
+from verl_mg.layout import Layout
 
 FOLDER = Path(__file__).parent
 LIMIT_S = {"gpu": 90, "cpu": 500}  # seconds of a test; one with the marker `timeout` has its own on GPUs
@@ -18,40 +19,52 @@ STACKS_S = 10  # seconds before a limit at which ranks are ended, so that the te
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--outcomes", type=Path, help="append a JSON line to this file when a test starts and ends")
-    parser.addoption("--limit", type=float, help="end each test after so many seconds, where its own limit is longer")
-    parser.addoption("--most-ranks", type=int, help="start no more ranks than these; tests of more are skipped")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     file = config.getoption("outcomes", None)
     if file is not None:
-        config.pluginmanager.register(Outcomes(file))
+        config.pluginmanager.register(Outcomes(file, Machine.this(config.option.most_ranks)))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the tests of this folder before those with markers are deselected."""
-    most = config.getoption("limit", None) or float("inf")
     on_gpus = bool(Machine.this().gpus)
     for item in items:
         if FOLDER in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             own = item.get_closest_marker("timeout")
             limit = own.args[0] if own and on_gpus else LIMIT_S["gpu" if on_gpus else "cpu"]
-            item.add_marker(pytest.mark.timeout(min(limit, most)), append=False)
+            item.add_marker(pytest.mark.timeout(limit), append=False)
+            item.add_marker(pytest.mark.needs(ranks=ranks_of(item)))
+
+
+def ranks_of(item: pytest.Item) -> int:
+    """Ranks without which a test cannot run, by its parameters."""
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    layout = parameters.get("layout")
+    return parameters.get("count") or (Layout.parse(layout).ranks if layout else 1)
 
 
 class Outcomes:
     """Writes what happened to each test at once, so that nothing is lost where the suite itself is ended."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
+    def __init__(self, file: Path, machine: Machine) -> None:
+        self._file, self._machine = file, machine
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     def _write(self, test: str, outcome: str, reason: str = "") -> None:
         line = {"name": test, "outcome": outcome, "seconds": self._seconds[test], "reason": reason}
         with self._file.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """With --collect-only, what is missing for each test."""
+        if session.config.option.collectonly:
+            for item in session.items:
+                missing = self._machine.missing_for(item)
+                self._write(item.nodeid, "skipped" if missing else "not started", missing or "")
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._write(nodeid, "did not end")
@@ -72,11 +85,6 @@ def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
     return "".join(lines[:1]) if len(lines) < 2 or "Traceback" not in lines[0] else f"{lines[0]} {lines[-1]}"
 
 
-@pytest.fixture(scope="session")
-def machine() -> Machine:
-    return Machine.this()
-
-
 @pytest.fixture(autouse=True)
 def limited_ranks(request) -> Iterator[None]:
     """Ranks end before their test does."""
@@ -84,9 +92,6 @@ def limited_ranks(request) -> Iterator[None]:
         yield
         return
     pool: RankPool = request.getfixturevalue("ranks")
-    most = request.config.getoption("most_ranks", None)
-    if most and most < pool.size:
-        pool.size, pool.why_no_more = most, f"--most-ranks {most}"
     before, marker = pool.timeout_s, request.node.get_closest_marker("timeout")
     pool.timeout_s = marker.args[0] - STACKS_S
     yield
@@ -117,10 +122,3 @@ def models(tmp_path_factory) -> dict[str, Path]:
     for name in ("dense", "mixture", "capped", "latent"):
         models[f"half {name}"] = make_model(tmp_path_factory.mktemp("half"), name, head_dim=HALF_HEAD_DIM)
     return models
-
-
-@pytest.fixture
-def on_gpu(machine):
-    """Skips the test on the CPU; the test's docstring says what is missing there."""
-    if not machine.gpus:
-        pytest.skip("there is no GPU")

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from tests.gpu.served_jobs import served_model
 from tests.helpers.engines import bring_weights, requests
 from tests.helpers.machine import free_memory
-from tests.helpers.traces import needs_sglang
 from verl_mg import device
 from verl_mg.engines.engine import Sample, Sampling
 from verl_mg.engines.engine_options import EngineOptions
@@ -71,7 +70,7 @@ def models(tmp_path_factory) -> list[Path]:
     return [served_model(folder / str(seed), seed) for seed in range(2)]
 
 
-@needs_sglang
+@pytest.mark.needs(sglang=True)
 @pytest.mark.timeout(START_S)
 def test_engine_serves_the_last_weights_and_sleeps_without_memory(ranks, machine, tmp_path, models):
     (found,) = ranks.run(1, served, models, tmp_path)

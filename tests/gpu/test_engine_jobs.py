@@ -18,10 +18,8 @@ from tests.gpu.served_jobs import (
     updates_of_quickstart,
 )
 from tests.helpers.engines import SGLANG, VLLM
-from tests.helpers.machine import Machine
+from tests.helpers.machine import VLLM_PYTHON, Machine
 from tests.helpers.rank_pool import RankPool
-from tests.helpers.traces import needs_sglang
-from tests.helpers.warm_start import VLLM_PYTHON
 
 JOB_S = 240
 LORA = "actor.lora={rank: 8, alpha: 16}"
@@ -65,23 +63,31 @@ def assert_serves(run: Path, reported: Reported, machine: Machine, name: str) ->
 
 
 @pytest.mark.timeout(JOB_S)
-@pytest.mark.parametrize("engine", [SGLANG, VLLM])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "engine"),  # with vLLM one backend, since what is sent does not depend on the engine
+    [
+        *(pytest.param(backend, *SGLANG.values, marks=SGLANG.marks) for backend in BACKENDS),
+        pytest.param("megatron", *VLLM.values, marks=VLLM.marks),
+    ],
+)
 def test_colocated_engine_serves_the_saved_checkpoint(ranks, machine, inputs, tmp_path, engine, backend):
     """The engine sleeps while the rank trains."""
-    if engine == "vllm" and backend != "megatron":
-        pytest.skip("what is sent does not depend on the engine")
     reported = trained(ranks, machine, inputs, tmp_path, engine, *BACKENDS[backend])
     assert_serves(tmp_path, reported, machine, f"{engine}, {backend}")
 
 
-@needs_sglang
+@pytest.mark.needs(sglang=True)
 @pytest.mark.timeout(JOB_S)
-@pytest.mark.parametrize("attention", ["", "torch_native"], ids=["default", "torch_native"])
+@pytest.mark.parametrize(
+    "attention",
+    [
+        pytest.param("", id="default"),
+        # SGLang has one kernel of attention on the CPU.
+        pytest.param("torch_native", marks=pytest.mark.needs(gpu=True)),
+    ],
+)
 def test_quickstart_configuration_with_sglang_serves_float32(ranks, machine, tmp_path, attention):
     """The kernels that SGLang prefers on GPUs have no float32."""
-    if attention and not machine.gpus:
-        pytest.skip("SGLang has one kernel of attention on the CPU")
     chosen = [f"rollout.sglang.attention_backend={attention}"] if attention else []
     few = [] if machine.gpus else FEW_SAMPLES
     ((reported),) = ranks.run(1, updates_of_quickstart, tmp_path, [SMALL_CACHE, *chosen, *few])
@@ -93,8 +99,7 @@ def test_quickstart_configuration_with_sglang_serves_float32(ranks, machine, tmp
     assert all(seen["mismatch"] < 5 * limit for seen in reported)
 
 
-@needs_sglang
-@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.needs(gpu=True, sglang=True)
 @pytest.mark.timeout(JOB_S)
 @pytest.mark.parametrize("wire", QUANTIZED)
 def test_engine_with_quantized_weights_serves_the_saved_checkpoint(ranks, machine, inputs, tmp_path, wire):
@@ -116,8 +121,8 @@ def test_engine_with_quantized_weights_serves_the_saved_checkpoint(ranks, machin
 @pytest.mark.parametrize(
     ("engine", "overrides"),
     [
-        pytest.param("sglang", ["rollout.adapters=true", "rollout.sleep=false"], id="alone", marks=needs_sglang),
-        pytest.param("sglang", ["actor.offload=true"], id="merged-sglang", marks=needs_sglang),
+        pytest.param(*SGLANG.values, ["rollout.adapters=true", "rollout.sleep=false"], id="alone", marks=SGLANG.marks),
+        pytest.param(*SGLANG.values, ["actor.offload=true"], id="merged-sglang", marks=SGLANG.marks),
         pytest.param("hf", [], id="merged-hf"),
     ],
 )

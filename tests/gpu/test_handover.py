@@ -11,13 +11,11 @@ from safetensors.torch import load_file
 
 from tests.helpers.launched import ROOT
 from tests.helpers.random_models import checkpoint, config
-from tests.helpers.traces import needs_sglang
 from verl_mg import device
 from verl_mg.engines.payloads import Staging
 from verl_mg.engines.sglang.arguments import ON_CPU
 from verl_mg.sharding.weight_table import weight_table
 
-pytestmark = needs_sglang
 READER_S = 60
 
 
@@ -25,7 +23,7 @@ def handed_over(folder: Path, expandable: bool) -> tuple[bool, bool]:
     """Whether another process read all values, and whether what it wrote is here."""
     c, here = config("deepseek_v3"), device.current_device()
     shards, values = weight_table(c).huggingface(), checkpoint(c, torch.float32)
-    before = torch._C._accelerator_getAllocatorSettings()
+    before = device.allocator_settings()
     if expandable:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
@@ -50,8 +48,7 @@ def read_by_another(payload: str, file: Path, here: torch.device) -> None:
     subprocess.run(command, input=payload, text=True, cwd=ROOT, env=environment, timeout=READER_S, check=True)
 
 
-@pytest.mark.parametrize("expandable", [False, True])
-def test_payload_opened_by_another_process_is_the_same_memory(ranks, machine, tmp_path, expandable):
-    if expandable and not machine.gpus:
-        pytest.skip("expandable segments are of the allocator for GPUs")
+# Expandable segments are of the allocator for GPUs.
+@pytest.mark.parametrize("expandable", [False, pytest.param(True, marks=pytest.mark.needs(gpu=True))])
+def test_payload_opened_by_another_process_is_the_same_memory(ranks, tmp_path, expandable):
     assert ranks.run(1, handed_over, tmp_path, expandable) == [(True, True)]

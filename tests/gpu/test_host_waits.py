@@ -38,7 +38,7 @@ def waits_for_a_micro_batch(model: Path) -> int:
     return two - one
 
 
-@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.needs(gpu=True)
 @pytest.mark.parametrize("name", ["dense", "mixture"])
 def test_update_waits_for_no_micro_batch(ranks, tmp_path, name):
     assert ranks.run(1, waits_for_a_micro_batch, make_model(tmp_path / "m", name, head_dim=HALF_HEAD_DIM)) == [0]

@@ -10,7 +10,6 @@ from tests.helpers.tiny_models import random_rows
 from tests.megatron.training import Trained, assert_equal, assert_near, train
 from verl_mg.config import MegatronConfig
 from verl_mg.layout import Layout
-from verl_mg.megatron.transformer_config import resolve_kernels
 from verl_mg.models.hf_config import read_config
 
 ROWS = 12
@@ -73,10 +72,9 @@ def test_train_in_bfloat16_on_devices_is_near_transformers(ranks, models, expect
     assert_near(trained_on_all(ranks, model, layout, *options), expected(model))
 
 
+@pytest.mark.needs(te=True)
 @pytest.mark.parametrize(("name", "layout", "exchange"), WITH_TRANSFORMER_ENGINE)
 def test_train_with_transformer_engine_on_devices_is_near_transformers(ranks, models, expected, name, layout, exchange):
-    if resolve_kernels("auto", torch.bfloat16) == "torch":
-        pytest.skip("no GPU, or Transformer Engine is not installed")
     model, fields = models[f"half {name}"], MegatronConfig(transformer={"cp_comm_type": exchange})
     options = (False, "language", 1, torch.bfloat16, fields, "transformer_engine")
     assert_near(trained_on_all(ranks, model, layout, *options), expected(model))

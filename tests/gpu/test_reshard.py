@@ -26,23 +26,27 @@ def between_two_of_many() -> list[str]:
     return move(config(FAMILY), source, target, dist.get_world_size(), SMALL_BUCKET)
 
 
+@pytest.mark.needs(ranks=2)
 @pytest.mark.parametrize(("source", "target"), [("tp2", "pp2"), ("pp2", "tp2"), ("tp1", "pp2")])
 def test_reshard_between_two_devices_is_bitwise_equal(ranks, source, target):
     assert ranks.run(2, between_two, source, target) == [[]] * 2
 
 
+@pytest.mark.needs(ranks=3)
 def test_reshard_with_silent_ranks_ends(ranks):
     """NCCL would wait for them if this were the first time that ranks meet."""
     count = max(ranks.size, 3)
     assert ranks.run(count, between_two_of_many) == [[]] * count
 
 
+@pytest.mark.needs(ranks=RANKS)
 @pytest.mark.parametrize("family", CASES)
 @pytest.mark.parametrize(("node", "bucket_bytes"), [(RANKS, BUCKET_BYTES), (2, SMALL_BUCKET)])
 def test_reshard_on_devices_is_bitwise_equal(ranks, family, node, bucket_bytes):
     assert ranks.run(RANKS, move_all, family, node, bucket_bytes) == [[]] * RANKS
 
 
+@pytest.mark.needs(ranks=RANKS)
 def test_reshard_on_devices_casts_before_sending_except_float32_router_bias(ranks):
     for full, half, same, exact in ranks.run(RANKS, cast):
         assert full == 2 * half and same and exact

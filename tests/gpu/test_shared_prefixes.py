@@ -11,7 +11,6 @@ from tests.megatron.layout_models import HALF_HEAD_DIM, make_model
 from tests.megatron.shared_rows import sharing_rows
 from tests.megatron.training import assembled, assert_logprobs_near
 from tests.roles.updates import assert_same, passes
-from verl_mg.megatron.transformer_config import resolve_kernels
 from verl_mg.models.hf_config import read_config
 from verl_mg.roles.models import Actor
 
@@ -32,11 +31,9 @@ def test_shared_prefixes_in_float32_on_devices_equal_whole_rows(ranks, tmp_path,
     assert_same(shared, whole, 1e-4)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "transformer_engine"])
+@pytest.mark.parametrize("kernels", ["torch", pytest.param("transformer_engine", marks=pytest.mark.needs(te=True))])
 @pytest.mark.parametrize("name", ["dense", "latent", "capped"])
 def test_shared_prefixes_in_bfloat16_on_devices_are_near_whole_rows(ranks, tmp_path, name, kernels):
-    if kernels == "transformer_engine" and resolve_kernels("auto", torch.bfloat16) == "torch":
-        pytest.skip("no GPU, or Transformer Engine is not installed")
     model = make_model(tmp_path, name, head_dim=HALF_HEAD_DIM)
     (shared,), (whole,) = shared_and_whole(ranks, model, "tp1", 1, dtype=torch.bfloat16, kernels=kernels)
     outputs, expected = (torch.cat(result[1]) for result in (shared, whole))

@@ -65,7 +65,8 @@ class FakeCudaProcess:
     """Process with the fake GPU, in whose forks functions are run."""
 
     def __enter__(self) -> Self:
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.helpers.fake_cuda"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)

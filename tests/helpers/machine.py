@@ -1,45 +1,92 @@
-"""The GPUs of this machine, and how many ranks tests can have on it."""
+"""The GPUs of this machine, how many ranks tests can have on it, and what a test needs that it does not have.
+
+@pytest.mark.needs(torch="2.14", sglang=True)    # skipped, with the reason, where `Machine.missing` returns one
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+import pytest
 import torch
+from packaging.version import Version
 
 from verl_mg import device
 
 MAX_RANKS = 8
 SHARING = (2, 30, 3)
 """First version of NCCL whose ranks can share a GPU."""
+VLLM_PYTHON = Path(sys.prefix).with_name(".venv-vllm") / "bin" / "python"
+"""Python of vLLM's environment, beside that of the tests."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """gpus: their number; nccl: its version, () without GPUs."""
+    """gpus: their number; nccl: its version, () without GPUs; most_ranks: a limit that was set, 0 without one."""
 
     gpus: int
     nccl: tuple[int, ...]
+    most_ranks: int = 0
 
     @classmethod
-    def this(cls) -> Machine:
+    def this(cls, most_ranks: int = 0) -> Machine:
         """Without a context of CUDA in this process, which asks NVML (see PYTORCH_NVML_BASED_CUDA_CHECK)."""
         if not torch.cuda.is_available():
-            return cls(0, ())
-        return cls(torch.cuda.device_count(), torch.cuda.nccl.version())
+            return cls(0, (), most_ranks)
+        return cls(torch.cuda.device_count(), torch.cuda.nccl.version(), most_ranks)
 
     @property
     def ranks(self) -> int:
         """On the CPU, and on GPUs that can be shared, as many as any test needs."""
-        return MAX_RANKS if not self.gpus or self.nccl >= SHARING else min(self.gpus, MAX_RANKS)
+        found = MAX_RANKS if not self.gpus or self.nccl >= SHARING else min(self.gpus, MAX_RANKS)
+        return min(found, self.most_ranks or found)
 
     @property
     def shares_gpus(self) -> bool:
         return 0 < self.gpus < self.ranks
 
+    def missing_for(self, test: pytest.Item) -> str | None:
+        """Why a test cannot run here, by its markers; None where it can."""
+        reasons = (self.missing(**marker.kwargs) for marker in test.iter_markers("needs"))
+        return next(filter(None, reasons), None)
+
+    def missing(
+        self,
+        *,
+        gpu: bool = False,
+        ranks: int = 1,
+        torch: str = "",
+        te: bool = False,
+        sglang: bool = False,
+        vllm: bool = False,
+        why: str = "",
+    ) -> str | None:
+        """Why a test with these needs cannot run here, in one line; None where it can.
+
+        `torch` is a version that GPUs need and ranks of the CPU do not, and `why` says what an older one has not.
+        """
+        if (gpu or te) and not self.gpus:
+            return "there is no GPU"
+        if ranks > self.ranks:
+            return f"{ranks} ranks: {self._why_no_more}"
+        if self.gpus and torch and Version(_torch_version()) < Version(torch):
+            return f"torch {_torch_version()} is older than {torch}: {why}"
+        if te and not _is_installed("transformer_engine"):
+            return "Transformer Engine is not installed"
+        if sglang and not _is_installed("sglang"):
+            return "SGLang is not installed; run bash tools/install/sglang_cpu.sh"
+        if vllm and not VLLM_PYTHON.exists():
+            return "vLLM is not installed; run bash tools/install/vllm_cpu.sh"
+        return None
+
     @property
-    def why_no_more(self) -> str:
-        """The reason for which a test with more ranks is skipped."""
+    def _why_no_more(self) -> str:
+        if self.ranks == self.most_ranks:
+            return f"--most-ranks {self.most_ranks}"
         version, first = (".".join(map(str, numbers)) for numbers in (self.nccl, SHARING))
         return f"this machine has {self.gpus} GPUs, which ranks share from NCCL {first} on; this is {version}"
 
@@ -47,6 +94,14 @@ class Machine:
         """For ranks, and jobs that tests start."""
         if self.shares_gpus:
             os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+
+
+def _torch_version() -> str:
+    return torch.__version__.partition("+")[0]
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
 
 
 def free_memory() -> int:

@@ -45,10 +45,10 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """Up to `size` ranks, or all of the machine, started at the first use so that forked ones know the test modules."""
+    """As many ranks as the machine has, started at the first use so that forked ones know the test modules."""
 
-    def __init__(self, machine: Machine, size: int | None = None) -> None:
-        self._machine, self.size, self.why_no_more = machine, size or machine.ranks, machine.why_no_more
+    def __init__(self, machine: Machine) -> None:
+        self._machine, self.size = machine, machine.ranks
         self.timeout_s: float = TIMEOUT_S
         self._stores = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._runs = 0
@@ -69,8 +69,8 @@ class RankPool:
 
         Skips the test on a machine that has fewer.
         """
-        if ranks > self.size:
-            pytest.skip(f"{ranks} ranks: {self.why_no_more}")
+        if missing := self._machine.missing(ranks=ranks):
+            pytest.skip(missing)
         if not self._workers:
             self.start()
         self._runs += 1

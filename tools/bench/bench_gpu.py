@@ -239,9 +239,6 @@ def training_part(bench: Bench, recompute: bool, kernels: Literal["auto", Kernel
 
     seconds = bench.seconds(infer)
     yield "inference pass", _rates(sum(lengths), model_flops(flops, lengths, learns=False), seconds)
-    with peak_memory() as peak:
-        seconds = bench.seconds(lambda: dict(actor.update(rows, policy_loss, "token-mean")))
-    yield "update", _rates(sum(lengths), model_flops(flops, lengths, learns=True), seconds)
     setting = PlanInputs(
         bench.weights,
         ranks=1,
@@ -254,6 +251,9 @@ def training_part(bench: Bench, recompute: bool, kernels: Literal["auto", Kernel
     planned = train_memory(setting, Layout().fit(1))
     parts = ", ".join(f"{name} {size[0] / GIB:.2f}" for name, size in planned.parts.items())
     yield "memory that the plan predicts", f"{planned.totals[0] / GIB:.2f} GiB ({parts})"
+    with peak_memory() as peak:
+        seconds = bench.seconds(lambda: dict(actor.update(rows, policy_loss, "token-mean")))
+    yield "update", _rates(sum(lengths), model_flops(flops, lengths, learns=True), seconds)
     if peak:
         ratio = peak[0] / planned.totals[0]
         yield "peak memory of the updates", f"{peak[0] / GIB:.2f} GiB, {ratio:.2f} of the prediction"
@@ -357,6 +357,8 @@ class Report:
         try:
             for name, value in part(self._bench):
                 text += f"| {name} | {value} |\n"
+        except torch.OutOfMemoryError as error:  # a figure too: another GPU, or another plan, has more
+            text += f"| out of memory | {str(error).splitlines()[0]} |\n"
         except Exception as error:
             traceback.print_exc()
             text += f"| failed | {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''} |\n"

@@ -86,7 +86,8 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--spares", type=int, default=0)
     additional, of_torchrun = parser.parse_known_args(arguments)
     parsed = run.parse_args(of_torchrun)
-    names_none = parsed.rdzv_backend == "static" and not parsed.rdzv_endpoint and parsed.master_port is None
+    unnamed = run.get_args_parser().get_default("master_port")  # None, and a number in torch 2.11
+    names_none = parsed.rdzv_backend == "static" and not parsed.rdzv_endpoint and parsed.master_port == unnamed
     # Restarts need the dynamic rendezvous, and the static one has the same port for all jobs of a machine.
     if parsed.standalone or (names_none and parsed.nnodes in ("1", "1:1")):
         parsed.rdzv_backend, parsed.rdzv_endpoint, parsed.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())

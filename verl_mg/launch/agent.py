@@ -63,7 +63,8 @@ class RankAgent(LocalElasticAgent):
             config.logs_specs,  # type: ignore[arg-type]  # torchrun sets it
             "forkserver" if forks else "spawn",
             log_line_prefix_template=config.log_line_prefix_template,
-            shutdown_timeout=config.shutdown_timeout or 0,
+            # torch 2.11 has no such limit.
+            **({"shutdown_timeout": config.shutdown_timeout or 0} if hasattr(config, "shutdown_timeout") else {}),
         )
         self._launcher, self._policy = launcher, RestartPolicy()
         self.stops = False  # whether the ranks were asked to stop from outside
