@@ -2,7 +2,6 @@
 
 import ctypes
 import hashlib
-import json
 import os
 import shutil
 import struct
@@ -15,10 +14,10 @@ import pytest
 
 from tools.install import bare_stack, check_stack, pieces, unpack_stack
 from tools.install.fat_binaries import blanked
-from verl_mg.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 PTX, PROGRAM = 1, 2
+HOLES = b"head" + bytes(8 << 20) + b"code" + bytes(4 << 20)
 
 
 def fat_binary(*entries: tuple[int, int, bytes]) -> bytes:
@@ -108,7 +107,7 @@ def tree(tmp_path) -> Path:
     (tree / "package" / "random").write_bytes(hashlib.shake_256(b"seed").digest(50_000))
     (tree / "package" / "program").write_text("#!/bin/sh\n")
     (tree / "package" / "program").chmod(0o755)
-    (tree / "package" / "lib" / "lib.so.1").write_bytes(b"head" + bytes(8 << 20) + b"code" + bytes(4 << 20))
+    pieces.write_with_holes(tree / "package" / "lib" / "lib.so.1", HOLES)
     (tree / "package" / "lib" / "lib.so").symlink_to("lib.so.1")
     return tree
 
@@ -131,6 +130,7 @@ def test_unpacked_pieces_are_the_tree_without_its_holes(tree, tmp_path, monkeypa
     assert {file.stat().st_size for file in files[:-1]} == {4_000}
     pieces.unpack(tmp_path / "pieces", tmp_path / "target")
     assert contents(tmp_path / "target") == contents(tree)
+    assert (tree / "package" / "lib" / "lib.so.1").read_bytes() == HOLES
     assert (tmp_path / "target" / "package" / "lib" / "lib.so.1").stat().st_blocks * 512 < 1 << 20
     # Each archive can be read by other programs.
     joined = b"".join(file.read_bytes() for file in files)
@@ -247,3 +247,32 @@ def test_packages_that_travel_are_pinned():
     # Compiled by the script, with the compiler and headers of NVIDIA's packages.
     assert not any(line.startswith("transformer-engine-torch") for line in lines[()])
     assert {"nvidia-cuda-nvcc", "nvidia-cudnn-cu13"} <= {line.partition("==")[0] for line in lines[()]}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(4 * 3600)
+def test_stack_over_torch_2_11_imports_and_lacks_no_symbol(tmp_path):
+    # The compiled wheel, an hour of one core, stays there from night to night.
+    carried = Path(tempfile.gettempdir()) / f"bare-stack-{os.getuid()}"
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+
+    def run(*command: object) -> str:
+        done = subprocess.run(["bash", *map(str, command)], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        return done.stdout
+
+    install = ROOT / "tools" / "install"
+    run(install / "bare_stack.sh", carried)
+    assert all(piece.stat().st_size <= 47_000_000 for piece in (carried / "pieces").glob("piece-*"))
+    # With more of what the machine had on which the stack has run.
+    machine = tmp_path / "machine"
+    run(install / "bare_machine.sh", machine)
+    more = (
+        "aiohttp aiohappyeyeballs aiosignal attrs frozenlist multidict propcache yarl cloudpickle cuda-core ml-dtypes"
+    )
+    more += " scipy timm uvloop onnx onnx-ir onnxscript ninja"
+    subprocess.run([machine / "bin" / "python", "-m", "pip", "install", "-q", "--no-deps", *more.split()], check=True)
+    environment["PATH"] = f"{machine / 'bin'}:{environment['PATH']}"
+    printed = run(install / "unpack_stack.sh", carried / "pieces", tmp_path / "target", "--check")
+    assert "no symbol is undefined" in printed
+    assert all(name in printed for name in ("import torch", "import transformer_engine", "import sglang"))

@@ -51,7 +51,7 @@ FOR_COMPILATION = """
     torch filelock typing-extensions sympy mpmath networkx jinja2 markupsafe fsspec setuptools ninja packaging numpy
     """
 LEFT_OUT = """
-    ../* *.pyc *.a torch/bin/* torch/test/* nvidia/nccl/lib/*.bc
+    ../* *.pyc *.a torch/bin/protoc* torch/test/* nvidia/nccl/lib/*.bc
     triton/FileCheck triton/_C/libproton.so triton/plugins/* triton/instrumentation/*
     triton/backends/amd/lib/* triton/backends/amd/include/* triton/backends/nvidia/*/cupti*
     triton/backends/nvidia/bin/ptxas-blackwell triton/backends/nvidia/bin/nvdisasm triton/backends/nvidia/bin/cuobjdump
@@ -116,7 +116,7 @@ def _normal(name: str) -> str:
 
 def _copy(source: Path, target: Path, architecture: int) -> int:
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_bytes(blanked(source.read_bytes(), architecture))
+    pieces.write_with_holes(target, blanked(source.read_bytes(), architecture))
     shutil.copymode(source, target)
     return target.stat().st_size
 

@@ -10,7 +10,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,17 +31,27 @@ LOADED_BEFORE = {
 }
 """Libraries that the packages of these paths load before others of theirs."""
 IMPORTED = {
-    "torch": ("torch", "torchvision", "torchaudio", "triton", "megatron.core", "transformers", "math_verify", "pytest"),
-    "transformer_engine": ("transformer_engine.pytorch", "megatron.core.extensions.transformer_engine"),
-    "sglang": ("sglang.srt.entrypoints.http_server", "sglang.srt.managers.scheduler", "sglang.srt.models.qwen3_moe"),
+    "torch": """
+        import torch, torchvision, torchaudio, triton, megatron.core, transformers, math_verify, pytest
+        """,
+    "transformer_engine": """
+        import transformer_engine.pytorch, megatron.core.extensions.transformer_engine
+        """,
+    # An engine's process does not see the packages of training.
+    "sglang": """
+        import sys
+        sys.modules["megatron"] = sys.modules["transformer_engine"] = None
+        import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.models.qwen3_moe
+        """,
 }
-"""Modules that are imported, in one process, where the package of the name is among what was unpacked."""
+"""Programs of imports, each for a process of its own, by the package that must be among what was unpacked."""
 PRETENDED = """
 import torch
 if not torch.cuda.is_available():
     from types import SimpleNamespace
     torch.cuda.is_available = lambda: True
     torch.cuda.device_count = lambda: 1
+    torch.cuda.current_device = lambda: 0
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.get_device_name = lambda device=None: "NVIDIA H100"
     torch.cuda.get_device_properties = lambda device=None: SimpleNamespace(
@@ -72,9 +83,9 @@ def check(target: Path) -> None:
         if driver:
             _write_driver(Path(scratch), driver)
             environment["LD_LIBRARY_PATH"] = f"{scratch}:{environment['LD_LIBRARY_PATH']}"
-        for package, modules in IMPORTED.items():
+        for package, program in IMPORTED.items():
             if (packages / package).exists():
-                _import(modules, environment)
+                _import(package, program, environment)
 
 
 def _environment(target: Path) -> dict[str, str]:
@@ -136,14 +147,10 @@ def _write_driver(folder: Path, names: set[str]) -> None:
         subprocess.run(command, check=True)
 
 
-def _import(modules: Sequence[str], environment: Mapping[str, str]) -> None:
-    program = "\n".join([PRETENDED, *(f"import {module}" for module in modules)])
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], env=environment, capture_output=True, text=True
-    )
+def _import(package: str, program: str, environment: Mapping[str, str]) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", PRETENDED + textwrap.dedent(program)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:]
-        raise UserError(
-            f"import {', '.join(modules)}: {' '.join(last)}. Run it after `source environment.sh` to see more."
-        )
-    print(f"imported {', '.join(modules)}")
+        last = " ".join(done.stderr.strip().splitlines()[-1:])
+        raise UserError(f"{package}: it cannot be imported: {last}. Install what this machine lacks beside it.")
+    print(" ".join(program.split()))

@@ -1,7 +1,7 @@
 """Packs a folder into pieces of one size for a machine without a network, and unpacks them there in parallel.
 
 The pieces are archives (`.tar.xz`), one after the other, cut at every N megabytes; `manifest.json` has the pieces'
-sizes and checksums, and the archives' sizes. Blocks of zeros are neither stored nor written again (sparse files).
+sizes and checksums, and the archives' sizes. Holes of files are neither stored nor filled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verl_mg.errors import UserError
 
 MANIFEST = "manifest.json"
 FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9}]
-BLOCK = 1 << 20
+BLOCK, HOLE = 1 << 20, 1 << 14
 ARCHIVE_BYTES = 64 << 20
 """Size of the files in an archive; a larger file has one of its own. The dictionary of the compression is as large."""
 
@@ -71,6 +71,17 @@ def pack(tree: Path, folder: Path, piece_bytes: int) -> Manifest:
     return manifest
 
 
+def write_with_holes(file: Path, content: bytes) -> None:
+    """Writes a file whose blocks of zeros are holes, which pieces do not have."""
+    zeros = bytes(HOLE)
+    with file.open("wb") as out:
+        for start in range(0, len(content), HOLE):
+            if (block := content[start : start + HOLE]) != zeros:
+                out.seek(start)
+                out.write(block)
+        out.truncate(len(content))
+
+
 def unpack(folder: Path, target: Path) -> None:
     """Unpacks the pieces of `folder` into a new folder; nothing is written unless all are there and whole."""
     manifest = Manifest.of(folder)
@@ -102,20 +113,11 @@ def _groups(tree: Path) -> Iterator[list[str]]:
 
 
 def _archive(tree: Path, paths: Sequence[str], archive: Path) -> None:
-    names = "\0".join(paths).encode()
     reproducible = ["--mtime=@0", "--owner=0", "--group=0", "--numeric-owner", "--format=gnu"]
-    command = [
-        "tar",
-        "--create",
-        "--sparse",
-        "--hole-detection=raw",
-        "--hard-dereference",
-        *reproducible,
-        "--no-recursion",
-    ]
+    command = ["tar", "--create", "--sparse", "--hard-dereference", *reproducible, "--no-recursion"]
     with TemporaryDirectory() as scratch, lzma.open(archive, "wb", filters=FILTERS) as compressed:
         listed = Path(scratch, "names")
-        listed.write_bytes(names)
+        listed.write_text("\0".join(paths))
         command += ["--directory", str(tree), "--null", f"--files-from={listed}"]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as tar:
             assert tar.stdout

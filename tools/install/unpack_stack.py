@@ -10,6 +10,7 @@ import argparse
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -64,10 +65,12 @@ def environment(packages: Path) -> Iterator[str]:
     """Lines of a shell script that puts the packages, and the libraries below them, before those of the machine."""
     packages = packages.resolve()
     yield "# To be sourced: the stack that unpack_stack.sh unpacked, before the packages of this machine."
-    # Python reads .pth files in its own folders only.
-    named = [line for file in sorted(packages.glob("*.pth")) for line in file.read_text().splitlines()]
-    folders = [packages, *(packages / line for line in named if (packages / line).is_dir())]
-    yield _before("PYTHONPATH", folders)
+    # Python reads .pth files in its own folders only; they name further folders, or are programs that do.
+    program = (
+        "import sys; at = {*sys.path}; import site; site.addsitedir(sys.argv[1]); print(*{*sys.path} - at, sep='\\n')"
+    )
+    done = subprocess.run([sys.executable, "-IS", "-c", program, packages], capture_output=True, text=True, check=True)
+    yield _before("PYTHONPATH", sorted(map(Path, done.stdout.splitlines())))
     yield _before("LD_LIBRARY_PATH", sorted(packages.glob("nvidia/*/lib")))
     # torch was built with a newer cuDNN than the machine has.
     yield "export PYTORCH_SKIP_CUDNN_COMPATIBILITY_CHECK=1"
