@@ -1,4 +1,4 @@
-"""What travels to a GPU machine that has torch but no package registry; bare_stack.sh calls it.
+"""Packs what travels to a GPU machine that has torch but no package registry; bare_stack.sh calls it.
 
 python -m tools.install.bare_stack requirements             what is to be installed for it
 python -m tools.install.bare_stack pack SITE_PACKAGES TREE OUTPUT
@@ -80,8 +80,8 @@ def requirements(without: Sequence[str]) -> str:
 
 def _pins(file: Path) -> Iterator[tuple[str, str]]:
     for line in file.read_text().splitlines():
-        if found := re.match(r"([a-z0-9-]+)==", line):
-            yield found[1], line
+        if pin := re.match(r"([a-z0-9-]+)==", line):
+            yield pin[1], line
 
 
 def pack(site: Path, tree: Path, output: Path, without: Sequence[str], architecture: int, piece_bytes: int) -> None:

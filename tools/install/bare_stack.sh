@@ -70,7 +70,7 @@ fi
 rm -rf "$folder/pieces" "$cache/unfinished"
 "$python" -m tools.install.bare_stack pack "$site" "$cache/tree" "$cache/unfinished" --arch "$arch" \
     --piece-megabytes "$megabytes" "${without[@]}"
-# Last, so that what lies there is whole.
+# Last, so that the folder has all pieces or none.
 mv "$cache/unfinished" "$folder/pieces"
 rm -rf "$cache/tree"
 echo "$folder/pieces: $SECONDS s in all"

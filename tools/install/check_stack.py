@@ -1,6 +1,6 @@
-"""Checks an unpacked stack: no library lacks a symbol, and its packages can be imported; see unpack_stack.sh --check.
+"""Checks an unpacked stack: every symbol of its libraries is defined, its packages can be imported; see unpack_stack.sh.
 
-The loader itself resolves all symbols of each library, with their versions, beside what Python has loaded before it.
+The loader itself resolves all symbols of each library, with their versions, after what Python loads before it.
 Where there is no driver, symbols of the driver may be undefined, and packages are imported over an empty one.
 """
 
@@ -21,9 +21,9 @@ from verl_mg.errors import UserError
 LOADER = "/lib64/ld-linux-x86-64.so.2"
 DRIVERS = ("libcuda.so.1", "libnvidia-ml.so.1")
 OF_DRIVER = re.compile(r"cu(?!File)[A-Z]|nvml[A-Z]")
-"""How names of the driver's functions begin; those of cuFile are its own library's."""
+"""Beginnings of the names of functions of the driver; cuFile is a library of CUDA."""
 NEVER_CALLED = {"cublasLtGroupedMatrixLayoutInit_internal"}
-"""Of cuBLAS 13.3, which Transformer Engine asks for on Blackwell only; the pinned cuBLAS does not have it either."""
+"""Functions of cuBLAS 13.3, called by Transformer Engine on Blackwell only; the pinned cuBLAS is older too."""
 LOADED_BEFORE = {
     "torch/": ("torch/lib/libtorch_cuda.so",),
     "transformer_engine": ("nvidia/cu13/lib/libnvrtc.so.13", "transformer_engine/wheel_lib/libtransformer_engine.so"),
@@ -44,7 +44,7 @@ IMPORTED = {
         import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler, sglang.srt.models.qwen3_moe
         """,
 }
-"""Programs of imports, each for a process of its own, by the package that must be among what was unpacked."""
+"""Programs of imports, each for another process, by the package that must be among the unpacked ones."""
 PRETENDED = """
 import torch
 if not torch.cuda.is_available():
@@ -60,7 +60,7 @@ if not torch.cuda.is_available():
     torch.cuda._lazy_init = lambda: None
 """
 # GPU: the modules see the real GPU and the real driver.
-# GPU-TEST: tests/tools/test_bare_stack.py::test_stack_over_torch_2_11_imports_and_lacks_no_symbol
+# GPU-TEST: tests/tools/test_bare_stack.py::test_stack_over_torch_2_11_imports_and_has_every_symbol
 # GPU-RAN: not yet
 
 
@@ -98,8 +98,8 @@ def undefined_symbols(packages: Path, environment: Mapping[str, str]) -> dict[Pa
     """{library: names that the loader does not find} of all libraries below a folder that are not links."""
     libraries = list(_libraries(packages))
     with ThreadPoolExecutor(os.cpu_count()) as threads:
-        found = threads.map(lambda library: _undefined(packages, library, environment), libraries)
-    return dict(zip(libraries, found, strict=True))
+        names = threads.map(lambda library: _undefined(packages, library, environment), libraries)
+    return dict(zip(libraries, names, strict=True))
 
 
 def _libraries(packages: Path) -> Iterator[Path]:
@@ -152,5 +152,5 @@ def _import(package: str, program: str, environment: Mapping[str, str]) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         last = " ".join(done.stderr.strip().splitlines()[-1:])
-        raise UserError(f"{package}: it cannot be imported: {last}. Install what this machine lacks beside it.")
+        raise UserError(f"{package}: it cannot be imported: {last}. Install what is missing on this machine.")
     print(" ".join(program.split()))

@@ -25,12 +25,12 @@ MANIFEST = "manifest.json"
 FILTERS = [{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9}]
 BLOCK, HOLE = 1 << 20, 1 << 14
 ARCHIVE_BYTES = 64 << 20
-"""Size of the files in an archive; a larger file has one of its own. The dictionary of the compression is as large."""
+"""Size of the files in an archive; a larger file is a whole archive. The dictionary of the compression is as large."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One file that travels."""
+    """One file that travels, with its checksum."""
 
     name: str
     size: int
@@ -39,11 +39,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What lies in a folder of pieces."""
+    """Contents of a folder of pieces."""
 
     pieces: tuple[Piece, ...]
     archives: tuple[int, ...]
-    """Sizes of the archives in the order in which they lie in the pieces."""
+    """Sizes of the archives, in their order in the pieces."""
 
     @classmethod
     def of(cls, folder: Path) -> Manifest:
@@ -51,7 +51,7 @@ class Manifest:
         try:
             content = json.loads((folder / MANIFEST).read_text())
         except OSError as error:
-            raise UserError(f"{folder / MANIFEST}: cannot be read. Copy it beside the pieces.") from error
+            raise UserError(f"{folder / MANIFEST}: cannot be read. Copy it into the folder of the pieces.") from error
         manifest = cls(tuple(Piece(**piece) for piece in content["pieces"]), tuple(content["archives"]))
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda piece: _check(folder / piece.name, piece), manifest.pieces))
@@ -59,7 +59,7 @@ class Manifest:
 
 
 def pack(tree: Path, folder: Path, piece_bytes: int) -> Manifest:
-    """Writes the pieces of all that lies in `tree` into an empty folder."""
+    """Writes the pieces of all files in `tree` into an empty folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder) as scratch, ThreadPoolExecutor(os.cpu_count()) as threads:
         groups = list(_groups(tree))
@@ -96,7 +96,7 @@ def unpack(folder: Path, target: Path) -> None:
 
 
 def _groups(tree: Path) -> Iterator[list[str]]:
-    """Paths in the order of names, cut into groups for archives, those of the largest files first."""
+    """Paths in the order of names, cut into groups for archives; the largest files come first."""
     sizes = {str(path.relative_to(tree)): path.lstat().st_size for path in tree.rglob("*")}
     large = [path for path, size in sizes.items() if size > ARCHIVE_BYTES]
     yield from ([path] for path in sorted(large, key=sizes.__getitem__, reverse=True))
@@ -128,19 +128,19 @@ def _archive(tree: Path, paths: Sequence[str], archive: Path) -> None:
 
 
 def _cut(archives: Sequence[Path], folder: Path, piece_bytes: int) -> Iterator[Piece]:
-    """One after the other without their limits: a piece may end within an archive."""
+    """Pieces of all archives one after the other; a piece may end within an archive."""
     content = _blocks(archives)
     rest = next(content, b"")
     number = 0
     while rest:
         piece = folder / f"piece-{number:03d}"
-        checksum, room = hashlib.sha256(), piece_bytes
+        checksum, free = hashlib.sha256(), piece_bytes
         with piece.open("wb") as file:
-            while rest and room:
-                file.write(rest[:room])
-                checksum.update(rest[:room])
-                rest, room = rest[room:] or next(content, b""), room - len(rest[:room])
-        yield Piece(piece.name, piece_bytes - room, checksum.hexdigest())
+            while rest and free:
+                file.write(rest[:free])
+                checksum.update(rest[:free])
+                rest, free = rest[free:] or next(content, b""), free - len(rest[:free])
+        yield Piece(piece.name, piece_bytes - free, checksum.hexdigest())
         number += 1
 
 
@@ -153,12 +153,10 @@ def _blocks(archives: Sequence[Path]) -> Iterator[bytes]:
 
 def _check(file: Path, piece: Piece) -> None:
     if not file.is_file():
-        raise UserError(f"{file}: this piece is missing. Copy it again, beside {MANIFEST}.")
+        raise UserError(f"{file}: this piece is missing. Copy it into the folder of {MANIFEST}.")
     with file.open("rb") as content:
-        damaged = (
-            file.stat().st_size != piece.size or hashlib.file_digest(content, "sha256").hexdigest() != piece.sha256
-        )
-    if damaged:
+        checksum = hashlib.file_digest(content, "sha256").hexdigest()
+    if checksum != piece.sha256:
         raise UserError(f"{file}: its content is not that of {MANIFEST}. Copy this piece again.")
 
 
@@ -173,7 +171,7 @@ def _extract(folder: Path, pieces: Sequence[Piece], start: int, size: int, targe
 
 
 class _Archive(io.RawIOBase):
-    """The bytes of one archive, which may lie in several pieces."""
+    """The bytes of one archive, from one or several pieces."""
 
     def __init__(self, folder: Path, pieces: Sequence[Piece], start: int, size: int) -> None:
         self._ranges = []

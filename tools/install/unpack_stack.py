@@ -24,7 +24,7 @@ ENVIRONMENT = "environment.sh"
 
 
 def unpack(folder: Path, target: Path) -> None:
-    """Makes TARGET/packages and TARGET/environment.sh; those of the same pieces stay as they are."""
+    """Makes TARGET/packages and TARGET/environment.sh; what is of the same pieces already stays."""
     manifest, packages = target / pieces.MANIFEST, target / "packages"
     if _same(folder / pieces.MANIFEST, manifest) and (target / ENVIRONMENT).exists():
         print(f"{target}: these pieces are unpacked there already")
@@ -45,24 +45,24 @@ def unpack(folder: Path, target: Path) -> None:
     print(f"{target}: unpacked in {time.monotonic() - started:.0f} s; source {target / ENVIRONMENT}")
 
 
-def _same(one: Path, other: Path) -> bool:
-    return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()
+def _same(first: Path, second: Path) -> bool:
+    return first.is_file() and second.is_file() and first.read_bytes() == second.read_bytes()
 
 
 def _libraries(target: Path) -> Iterator[tuple[str, Path]]:
-    """Folders of NVIDIA's libraries in this Python's packages, those that it finds first last."""
+    """Folders of NVIDIA's libraries in this Python's packages; what it prefers comes last."""
     roots = [Path(path, "nvidia").resolve() for path in reversed(sys.path)]
     # With TARGET/environment.sh in effect, what an earlier unpacking linked is found too.
-    found = [root for root in roots if root.is_dir() and not root.is_relative_to(target.resolve())]
-    if not any((root / "cu13").is_dir() for root in found):
+    roots = [root for root in roots if root.is_dir() and not root.is_relative_to(target.resolve())]
+    if not any((root / "cu13").is_dir() for root in roots):
         raise UserError(
             f"{sys.executable}: it has no libraries of CUDA 13. Use the Python that has torch 2.11 for CUDA 13."
         )
-    return ((folder.name, folder) for root in found for folder in root.iterdir() if folder.is_dir())
+    return ((folder.name, folder) for root in roots for folder in root.iterdir() if folder.is_dir())
 
 
 def environment(packages: Path) -> Iterator[str]:
-    """Lines of a shell script that puts the packages, and the libraries below them, before those of the machine."""
+    """Lines of a shell script that puts the packages, and the libraries below them, before the machine's."""
     packages = packages.resolve()
     yield "# To be sourced: the stack that unpack_stack.sh unpacked, before the packages of this machine."
     # Python reads .pth files in its own folders only; they name further folders, or are programs that do.
@@ -86,13 +86,13 @@ def _before(variable: str, folders: Sequence[Path]) -> str:
 
 
 def _cuda_headers(packages: Path) -> Path:
-    """Those of the toolkit with nvcc, which are complete, otherwise those of torch's packages."""
-    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    """The complete headers of a toolkit with nvcc if there is one, otherwise of torch's packages."""
+    toolkits = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     if nvcc := shutil.which("nvcc"):
-        homes.insert(1, str(Path(nvcc).resolve().parents[1]))
-    toolkits = (Path(home, "include") for home in homes if home)
-    found = (headers for headers in toolkits if (headers / "cuda_runtime.h").exists())
-    return next(found, packages / "nvidia" / "cu13" / "include")
+        toolkits.insert(1, str(Path(nvcc).resolve().parents[1]))
+    folders = (Path(toolkit, "include") for toolkit in toolkits if toolkit)
+    complete = (headers for headers in folders if (headers / "cuda_runtime.h").exists())
+    return next(complete, packages / "nvidia" / "cu13" / "include")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
