@@ -1,4 +1,4 @@
-"""Checks an unpacked stack: every symbol of its libraries is defined, its packages can be imported; see unpack_stack.sh.
+"""Checks an unpacked stack: every symbol of its libraries is defined, its packages can be imported; see unpack_stack.
 
 The loader itself resolves all symbols of each library, with their versions, after what Python loads before it.
 Where there is no driver, symbols of the driver may be undefined, and packages are imported over an empty one.
