@@ -279,9 +279,9 @@ def test_engine_started_by_an_installed_wheel_imports_only_packages_of_its_inter
 
 def found_python(path: Path, pyenv: Path, **variables: str) -> str:
     """What launch/environment.sh makes an environment with."""
-    functions = (ROOT / "launch" / "environment.sh").read_text().partition("\nrepository=")[0]
+    functions = ROOT / "launch" / "python.sh"
     done = subprocess.run(
-        ["bash", "-c", f"set -euo pipefail\n{functions}\nfind_python"],
+        ["bash", "-c", f"set -euo pipefail; source {functions}; find_python"],
         env={"PATH": f"{path}:/usr/bin:/bin", "PYENV_ROOT": str(pyenv), "HOME": str(path)} | variables,
         capture_output=True,
         text=True,

@@ -182,7 +182,7 @@ def test_script_of_launch_parses_and_names_no_machine(script):
     subprocess.run(["bash", "-n", script], check=True)
     text = script.read_text()
     assert "kill" not in text.replace("--kill-on-bad-exit", "")
-    if script.name != "environment.sh":  # which is sourced
+    if script.name not in ("environment.sh", "python.sh"):  # which are sourced
         assert text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail" in text
 
 
