@@ -109,8 +109,8 @@ class ReportRules:
                 yield "ended with 'stop' and has no token that ends it", OTHER_VERSION
             return
         if not (set(map(type, tokens)) == {int} and 0 <= min(tokens) <= max(tokens) < self.vocab):
-            wrong = next(token for token in tokens if type(token) is not int or not 0 <= token < self.vocab)
-            yield f"has the token {wrong!r}, which is not in the vocabulary of {self.vocab}", OTHER_MODEL
+            unknown = next(token for token in tokens if type(token) is not int or not 0 <= token < self.vocab)
+            yield f"has the token {unknown!r}, which is not in the vocabulary of {self.vocab}", OTHER_MODEL
         if not set(sampling.stop_token_ids).isdisjoint(tokens[:-1]):
             yield "continues after a token that ends it", OTHER_VERSION
         if not _are_logprobs(logprobs):
