@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -82,8 +83,8 @@ def compute_in_float32() -> None:
     # and raises an error where one is read while the other has another value.
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
-    for of_kernels in (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn):
-        of_kernels.fp32_precision = "ieee"
+    cudnn: Any = torch.backends.cudnn
+    torch.backends.cuda.matmul.fp32_precision = cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "ieee"
 
 
 def precision(dtype: torch.dtype) -> str:
