@@ -115,7 +115,7 @@ def start_table(job: RunningJob) -> StartTable:
     if dist.get_rank() == 0:
         memory, rows = _memory(job)
         sections |= {"memory": dict.fromkeys(rows), "options": dict.fromkeys(_untried(job))}
-    return StartTable({section: list(rows) for section, rows in sections.items()}, memory)
+    return StartTable({section: list(rows) for section, rows in sections.items() if rows}, memory)
 
 
 def announce(job: RunningJob) -> StartTable:
