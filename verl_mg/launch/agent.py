@@ -58,13 +58,14 @@ class RankAgent(LocalElasticAgent):
     """Agent of a node: starts its ranks, monitors and restarts them. `forks`: by the fork server of `program`."""
 
     def __init__(self, spec: WorkerSpec, config: LaunchConfig, launcher: Launcher, forks: bool) -> None:
+        has_limit = hasattr(config, "shutdown_timeout")  # not in torch 2.11
+        limit: dict[str, Any] = {"shutdown_timeout": config.shutdown_timeout or 0} if has_limit else {}
         super().__init__(
             spec,
             config.logs_specs,  # type: ignore[arg-type]  # torchrun sets it
             "forkserver" if forks else "spawn",
             log_line_prefix_template=config.log_line_prefix_template,
-            # torch 2.11 has no such limit.
-            **({"shutdown_timeout": config.shutdown_timeout or 0} if hasattr(config, "shutdown_timeout") else {}),
+            **limit,
         )
         self._launcher, self._policy = launcher, RestartPolicy()
         self.stops = False  # whether the ranks were asked to stop from outside
