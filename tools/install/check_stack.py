@@ -45,6 +45,9 @@ IMPORTED = {
         """,
 }
 """Programs of imports, each for another process, by the package that must be among the unpacked ones."""
+# GPU: the modules see the real GPU and the real driver.
+# GPU-TEST: tests/tools/test_bare_stack.py::test_stack_over_torch_2_11_imports_and_has_every_symbol
+# GPU-RAN: not yet
 PRETENDED = """
 import torch
 if not torch.cuda.is_available():
@@ -59,9 +62,6 @@ if not torch.cuda.is_available():
     )
     torch.cuda._lazy_init = lambda: None
 """
-# GPU: the modules see the real GPU and the real driver.
-# GPU-TEST: tests/tools/test_bare_stack.py::test_stack_over_torch_2_11_imports_and_has_every_symbol
-# GPU-RAN: not yet
 
 
 def check(target: Path) -> None:
