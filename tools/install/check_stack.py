@@ -69,16 +69,19 @@ def check(target: Path) -> None:
     packages = (target / "packages").resolve()
     environment = _environment(target)
     undefined = undefined_symbols(packages, environment)
-    driver: set[str] = set()
     for library, names in undefined.items():
-        of_driver = {name for name in names if OF_DRIVER.match(name)}
-        if rest := sorted(names - of_driver - NEVER_CALLED):
+        if rest := sorted(name for name in names - NEVER_CALLED if not OF_DRIVER.match(name)):
             listed = ", ".join(rest[:5])
             raise UserError(
                 f"{library}: the loader does not find {listed}. Use a torch whose libraries of CUDA have it."
             )
-        driver |= of_driver
-    print(f"{len(undefined)} libraries: no symbol is undefined" + f" but {len(driver)} of the driver" * bool(driver))
+    names = set().union(*undefined.values())
+    driver, never_called = names - NEVER_CALLED, sorted(names & NEVER_CALLED)
+    print(
+        f"{len(undefined)} libraries: no symbol is undefined but {len(driver)} of the driver",
+        *never_called,
+        sep=" and ",
+    )
     with TemporaryDirectory() as scratch:
         if driver:
             _write_driver(Path(scratch), driver)
