@@ -45,6 +45,9 @@ IMPORTED = {
         """,
 }
 """Programs of imports, each for another process, by the package that must be among the unpacked ones."""
+# GPU: the modules see the real GPU and the real driver.
+# GPU-TEST: tests/tools/test_bare_stack.py::test_stack_over_torch_2_11_imports_and_has_every_symbol
+# GPU-RAN: not yet
 PRETENDED = """
 import torch
 if not torch.cuda.is_available():
@@ -59,9 +62,6 @@ if not torch.cuda.is_available():
     )
     torch.cuda._lazy_init = lambda: None
 """
-# GPU: the modules see the real GPU and the real driver.
-# GPU-TEST: tests/tools/test_bare_stack.py::test_stack_over_torch_2_11_imports_and_has_every_symbol
-# GPU-RAN: not yet
 
 
 def check(target: Path) -> None:
@@ -69,16 +69,19 @@ def check(target: Path) -> None:
     packages = (target / "packages").resolve()
     environment = _environment(target)
     undefined = undefined_symbols(packages, environment)
-    driver: set[str] = set()
     for library, names in undefined.items():
-        of_driver = {name for name in names if OF_DRIVER.match(name)}
-        if rest := sorted(names - of_driver - NEVER_CALLED):
+        if rest := sorted(name for name in names - NEVER_CALLED if not OF_DRIVER.match(name)):
             listed = ", ".join(rest[:5])
             raise UserError(
                 f"{library}: the loader does not find {listed}. Use a torch whose libraries of CUDA have it."
             )
-        driver |= of_driver
-    print(f"{len(undefined)} libraries: no symbol is undefined" + f" but {len(driver)} of the driver" * bool(driver))
+    names = set().union(*undefined.values())
+    driver, never_called = names - NEVER_CALLED, sorted(names & NEVER_CALLED)
+    print(
+        f"{len(undefined)} libraries: no symbol is undefined but {len(driver)} of the driver",
+        *never_called,
+        sep=" and ",
+    )
     with TemporaryDirectory() as scratch:
         if driver:
             _write_driver(Path(scratch), driver)
