@@ -109,7 +109,7 @@ class Efficiency:
             "inter_node": self.link * gpu.network,
             "host": HOST_FRACTION * gpu.host,
         }
-        return sheet | gpu.measured
+        return {**sheet, **gpu.measured}
 
 
 FITTED = Efficiency()
