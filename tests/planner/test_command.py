@@ -65,7 +65,7 @@ def test_plan_of_too_few_pipeline_layers_names_the_numbers(capsys):
 def test_plan_report_lists_its_assumptions(capsys):
     numbers, text = json.loads(printed(capsys, *GOOD, "--json")), printed(capsys, *GOOD, "--recompute", "none")
     assert "keeps its input" in " ".join(numbers["assumptions"]) and "keeps all activations" in text
-    for words in ("bf16", "take 4 bytes", "8192 tokens", "79 GiB", "55 GB/s", "published figures"):
+    for words in ("bf16", "take 4 bytes", "8192 tokens", "79.2 GiB", "55 GB/s", "published figures"):
         assert words in " ".join(numbers["assumptions"]) and words in " ".join(text.split())
 
 

@@ -171,7 +171,7 @@ class PlanInputs:
     weights: ModelTable
     ranks: int
     node: int = 8  # number of ranks of a node
-    memory: float = 80.0  # GiB of a device
+    memory: float = _REACHED["memory"]  # GiB of a device
     # GiB of a device that stay free for CUDA, NCCL, the engine's graphs, sync buckets and fragmentation.
     reserve: float = 6.0
     intra_node: float = _REACHED["intra_node"]  # GB/s of a rank to other ranks of its node, in each direction
