@@ -120,7 +120,7 @@ def test_plan_invalid_layout_names_constraint_and_nearest_layouts(capsys, argume
         (["--search", "--ranks", "12"], "not a multiple of --node 8. Use 8 or 16"),
         (["--search", "--ranks", "0"], "--ranks: 0"),
         (["--search", "--inter-node", "-1"], "--inter-node: -1.0"),
-        (["--search", "--reserve", "80"], "below --memory 80"),
+        (["--search", "--reserve", "80"], "below --memory 79.2"),
         (["--search", "--memory", "nan"], "--memory: nan"),
         (["--search", "tp2"], "tp2: no configuration. Add --config FILE."),
         (["--search", "--config", "recipes/configs/quickstart_grpo.yaml"], "--config: needs a recipe. Write verl-mg"),

@@ -102,7 +102,7 @@ def test_kv_bytes_equal_hand_count():
 
 
 def test_cache_bytes_are_limit_minus_weights():
-    inputs = published("qwen3_235b_a22b", 16)
+    inputs = published("qwen3_235b_a22b", 16, memory=80)
     memory = rollout_memory(inputs, EngineLayout.parse("tp8-ep8"))
     assert memory.cache_bytes == ((80 - 6) * GIB - memory.weights[0],)
     assert memory.tokens == memory.cache_bytes[0] // memory.per_token[0] == memory.tokens_per_engine

@@ -78,7 +78,7 @@ def test_check_rollout_engine_with_unequal_parts_on_nodes_raises():
 
 def test_search_without_fitting_layout_raises():
     with pytest.raises(UserError, match="no layout of training fits 74 GiB on 8 ranks. Use more"):
-        search(published("qwen3_30b_a3b", 8, micro_batch=10**6), None, EngineLayout(tp=4), 1)
+        search(published("qwen3_30b_a3b", 8, micro_batch=10**6, memory=80), None, EngineLayout(tp=4), 1)
     with pytest.raises(UserError, match="no layout of generation fits"):
         search(published("llama_3_1_405b", 8), None, None, 1)
 

@@ -59,11 +59,11 @@ LATENT = DENSE | {
 
 
 def tiny(raw: dict[str, Any], ranks: int = 8, **options: Any) -> PlanInputs:
-    """A tiny model; a micro-batch has 64 tokens unless said otherwise."""
+    """A tiny model; a micro-batch has 64 tokens, a device 80 GiB unless said otherwise."""
     return PlanInputs(
         weight_table(parse_config(raw)),
         ranks,
-        **{"micro_batch": 64, "tokens_per_iteration": 1024, "sequence": 32, **options},
+        **{"micro_batch": 64, "tokens_per_iteration": 1024, "sequence": 32, "memory": 80, **options},
     )
 
 
