@@ -10,4 +10,4 @@ class Choice(NamedTuple):
 
     part: str  # what computes, such as "attention, window of 128 tokens"
     chosen: str  # what with, such as "torch's FlashAttention 2"
-    warning: str = ""  # why that is slow or untried here, and the remedy; empty where it is neither
+    warning: str = ""  # why that is slow or untried on a GPU, and the remedy; empty where it is neither

@@ -90,6 +90,9 @@ def compute_in_float32() -> None:
 def precision(dtype: torch.dtype) -> str:
     """Returns in words how products of a dtype are computed in this process."""
     words = [str(dtype).removeprefix("torch.")]
+    # GPU: whether float32 is TF32.
+    # GPU-TEST: tests/run/test_start_table.py::test_precision_on_a_gpu_says_what_float32_is_there
+    # GPU-RAN: not yet
     if dtype is torch.float32 and torch.cuda.is_available():
         uses = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
         words.append("with TF32" if uses else "without TF32")
@@ -150,6 +153,9 @@ def total_memory() -> int | None:
 
 def is_blackwell() -> bool:
     """Returns whether this process's GPU is of the generation Blackwell or a newer one."""
+    # GPU: from compute capability 10.0 on, engines get the kernels of experts and of FP8 that keep weights in place.
+    # GPU-TEST: tests/engines/sglang/test_resolution.py
+    # GPU-RAN: not yet
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (10, 0)
 
 

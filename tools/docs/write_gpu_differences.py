@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
+from verl_mg.run.start_table import NEVER_RAN
+
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "gpu_differences.md"
 KEYS = ("GPU", "GPU-TEST", "GPU-RAN")
@@ -46,6 +48,7 @@ class NotRun:
     what: str
     tests: tuple[str, ...] = ()  # of tests/gpu: one of them has passed
     reports: str = ""  # expression: a report has a path with it
+    options: tuple[str, ...] = ()  # of which a job warns at its start
 
 
 IMAGES = "test_rows_with_images_on_devices_have_log_probs_of_transformers"
@@ -57,21 +60,26 @@ NOT_RUN = (
     NotRun("Several GPUs of a node: NVLink, handles of memory between GPUs, `verl-mg doctor` on all of them",
            reports=r"-([2-9]|\d\d)/"),
     NotRun("vLLM: start, answers, weight sync, sleep and wake, CUDA graphs, its second model runner, routed experts",
-           tests=("test_engine_jobs.py::test_colocated_engine_serves_the_saved_checkpoint[megatron-vllm]",)),
+           tests=("test_engine_jobs.py::test_colocated_engine_serves_the_saved_checkpoint[megatron-vllm]",),
+           options=("rollout.engine=vllm",)),
     NotRun("A deterministic job with SGLang, repeated and resumed bitwise: did not end within 191 s",
-           tests=("test_jobs.py::test_deterministic_job_with_sglang_engines_repeats_and_resumes_bitwise",)),
+           tests=("test_jobs.py::test_deterministic_job_with_sglang_engines_repeats_and_resumes_bitwise",),
+           options=("rollout.engine=sglang job.deterministic=true",)),
     NotRun("The whole quickstart", tests=("test_jobs.py::test_quickstart_raises_accuracy",)),
-    NotRun("`rollout.wire=int4`: was still compiling kernels for its first graph after 85 s",
-           tests=("test_engine_jobs.py::test_engine_with_quantized_weights_serves_the_saved_checkpoint[int4]",)),
+    NotRun("Weights of engines in INT4: was still compiling kernels for its first graph after 85 s",
+           tests=("test_engine_jobs.py::test_engine_with_quantized_weights_serves_the_saved_checkpoint[int4]",),
+           options=("rollout.wire=int4",)),
     NotRun("Images in bfloat16 under the pinned torch, which refuses cuDNN 9.19; under torch 2.11 they passed",
            tests=(f"test_fsdp.py::{IMAGES}[bfloat16-qwen2_5_vl]",)),
     NotRun("The number of the host's waits in an update with torch's kernels: 229 on an H200, before the gradient norm "
            "stayed on the device"),
     NotRun("Several nodes: RDMA, engines over nodes, `NODES=2 bash tools/test_gpu.sh`", reports="-nodes-"),
-    NotRun("Servers outside of the job (`rollout.urls`), over NCCL or a directory; engines on separate ranks"),
+    NotRun("Servers outside of the job, over NCCL or a directory; engines on separate ranks",
+           options=("rollout.urls", "rollout.num_ranks")),
     NotRun("A100 and other cards before Hopper", reports="a100"),
     NotRun("Blackwell: experts and quantized weights, which SGLang stores in other forms there", reports="b[23]00"),
-    NotRun("Training in FP8, MXFP8 and with Muon; moments in host memory (`actor.optimizer.cpu_offload`)"),
+    NotRun("Training in FP8, MXFP8 and with Muon; moments in host memory",
+           options=("megatron.transformer.fp8", "actor.optimizer.kind=muon", "actor.optimizer.cpu_offload=true")),
     NotRun("Speculative decoding with the model's own layer of multi-token prediction"),
     NotRun("Agents and environments; panels of the dashboard for GPUs; NCCL's flight records of a hang"),
 )  # fmt: skip
@@ -96,13 +104,15 @@ def document() -> str:
         check(place)
     for entry in NOT_RUN:
         check_not_run(entry, passed, ROOT)
+    if options := set(NEVER_RAN) ^ {option for entry in NOT_RUN for option in entry.options}:
+        raise ValueError(f"NOT_RUN: {min(options)!r} is only there or only in NEVER_RAN. Name it in both, or in none.")
     named = {name.partition("[")[0] for entry in NOT_RUN for name in entry.tests}
     others = [
         name for name in defined_tests(ROOT / "tests" / "gpu") if not report_of(name, passed) and name not in named
     ]
     folders = dict.fromkeys(file.parent for file in reports(ROOT / "benchmarks"))
     return PAGE.format(
-        not_run="\n".join(f"{number}. {entry.what}." for number, entry in enumerate(NOT_RUN, 1)),
+        not_run="\n".join(f"{number}. {entry.what}.{_named(entry.options)}" for number, entry in enumerate(NOT_RUN, 1)),
         others="".join(f"- `{test}`\n" for test in others) or "None.\n",
         reports="\n".join(map(_report_line, folders)),
         places="\n".join(map(_line, marked)),
@@ -271,6 +281,10 @@ def reports(folder: Path) -> list[Path]:
 
 
 # -- text
+
+
+def _named(options: tuple[str, ...]) -> str:
+    return f" Options: {', '.join(f'`{option}`' for option in options)}." if options else ""
 
 
 def _report_line(folder: Path) -> str:

@@ -127,14 +127,14 @@ class FsdpRunner(Runner):
                     window = getattr(part, "sliding_window", getattr(text, "sliding_window", None))
                     softcap, sinks = getattr(part, "attn_logit_softcapping", None), getattr(part, "sinks", None)
                     scores = Scores(window=window, softcap=softcap, sinks=sinks)
-                    yield kernel(place, self.dtype, scores).choice(f"attention, {scores.kind}", place)
+                    yield kernel(place, self.dtype, scores).choice(f"attention, {scores.kind}")
         else:
             slow = "its memory grows with the square of a micro-batch. Lower tokens_per_micro_batch if it is short."
-            yield Choice("attention", "torch's SDPA, masks of all pairs", slow if place.type == "cuda" else "")
+            yield Choice("attention", "torch's SDPA, masks of all pairs", slow)
         if self.table.config.experts:
             kind = text._experts_implementation
             slow = "their widths are no multiples of 16 bytes. Use actor.backend=megatron." if kind == "eager" else ""
-            yield Choice("experts", f"transformers' {kind}", slow if place.type == "cuda" else "")
+            yield Choice("experts", f"transformers' {kind}", slow)
 
     def _trained_tensors(self) -> frozenset[str]:
         tensors = self.table.tensor_index.tensors.keys()

@@ -208,7 +208,7 @@ class PackedAttention(MegatronModule):
         if config.context_parallel_size > 1 and config.cp_comm_type != "a2a":
             by_blocks = has_ragged_kernel(place, config.params_dtype)
             return Choice(part, f"{BY_BLOCKS if by_blocks else 'masks of all pairs'}, over gathered keys")
-        return kernel(place, config.params_dtype, scores).choice(part, place)
+        return kernel(place, config.params_dtype, scores).choice(part)
 
     def forward(
         self,

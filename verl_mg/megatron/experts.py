@@ -271,7 +271,7 @@ class GroupedExperts(MegatronModule):
         if all(_aligned(weight.new_empty(1, weight.shape[2]), weight.mT) for weight in weights):
             return Choice("experts", "torch's grouped product")
         slow = "widths are no multiples of 16 bytes. Choose an etp whose parts of an expert are."
-        return Choice("experts", "one after another", slow if weights[0].is_cuda else "")
+        return Choice("experts", "one after another", slow)
 
     def forward(self, tokens: Tensor, counts: Tensor | Ends, weights: Tensor) -> tuple[Tensor, None]:
         """Applies each expert to its tokens (n, h), sorted by expert, times the float32 weights (n,)."""

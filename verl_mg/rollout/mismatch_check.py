@@ -45,7 +45,7 @@ class Precision:
     @classmethod
     def of(cls, actor: Actor, config: Config) -> Precision:
         """Returns the precision of a job on this rank's device."""
-        fields = config.megatron.transformer if config.actor.backend == "megatron" else {}
+        fields = config.megatron.transformer
         return cls(
             dtype=actor.runner.dtype,
             wire=config.rollout.wire,

@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import logging
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,16 +45,17 @@ RAN_WITH = {
     "transformers": ("5.19.0",),
 }
 """Versions with which it has run there."""
-NEVER_RAN: Mapping[str, Callable[[Config], object]] = {
-    "rollout.engine=vllm": lambda c: c.rollout.engine == "vllm",
-    "rollout.wire=int4": lambda c: c.rollout.wire == "int4",
-    "rollout.adapters=true": lambda c: c.rollout.adapters,
-    "rollout.urls": lambda c: c.rollout.has_servers,
-    "rollout.engine=sglang with job.deterministic": lambda c: c.job.deterministic and c.rollout.engine == "sglang",
-    "fsdp.cpu_offload=true": lambda c: c.fsdp.cpu_offload and c.actor.backend == "fsdp",
-    "actor.optimizer.kind=muon": lambda c: c.actor.optimizer.kind == "muon",
-}
-"""Options with which no job has run to its end on a GPU yet, by their keys."""
+NEVER_RAN = (
+    "rollout.engine=vllm",
+    "rollout.engine=sglang job.deterministic=true",
+    "rollout.wire=int4",
+    "rollout.urls",
+    "rollout.num_ranks",
+    "megatron.transformer.fp8",
+    "actor.optimizer.kind=muon",
+    "actor.optimizer.cpu_offload=true",
+)
+"""Options with which no job has run to its end on a GPU; docs/gpu_differences.md has them in its first list."""
 UNTRIED = "it has not run on a GPU in this project. Run its tests first (bash tools/test_gpu.sh), and watch mismatch/."
 
 log = logging.getLogger(__name__)
@@ -68,7 +70,12 @@ class StartTable:
 
     @property
     def warnings(self) -> list[str]:
-        """One line for each row that is slow or untried, with the remedy."""
+        """One line for each row that is slow or untried, with the remedy; none on the CPU."""
+        # GPU: rows that are slow or untried there are warnings.
+        # GPU-TEST: tests/run/test_start_table.py::test_job_on_cuda_prints_and_writes_its_table_once
+        # GPU-RAN: not yet
+        if not torch.cuda.is_available():
+            return []
         return [
             f"{section}, {row.part}: {row.chosen}: {row.warning}"
             for section, rows in self.sections.items()
@@ -167,10 +174,23 @@ def _memory(job: RunningJob) -> tuple[JobMemory | None, list[Choice]]:
 
 
 def _untried(job: RunningJob) -> Iterator[Choice]:
+    # GPU: options with which no job has run there are rows of their own.
+    # GPU-TEST: tests/run/test_start_table.py::test_option_that_has_not_run_on_a_gpu_is_a_warning
+    # GPU-RAN: not yet
     if torch.cuda.is_available():
-        for key, is_set in NEVER_RAN.items():
-            if is_set(job.config) and ("rollout" in job.requested or not key.startswith("rollout.")):
-                yield Choice("untried", key, UNTRIED)
+        for options in NEVER_RAN:
+            used = "rollout" in job.requested or not options.startswith("rollout.")
+            if used and all(_is_set(job.config, option) for option in options.split()):
+                yield Choice("untried", options, UNTRIED)
+
+
+def _is_set(config: Config, option: str) -> bool:
+    """Returns whether a configuration has an option KEY=VALUE, or for KEY alone any value."""
+    key, _, wanted = option.partition("=")
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
+    return str(value).lower() == wanted if wanted else bool(value)
 
 
 def _gib(size: float) -> str:

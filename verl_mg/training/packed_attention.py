@@ -116,10 +116,10 @@ class Kernel:
     compute: Callable[[Tensor, Tensor, Tensor, Sequences, Scores], Tensor]
     name: str
 
-    def choice(self, part: str, device: torch.device) -> Choice:
+    def choice(self, part: str) -> Choice:
         """Returns the row of layers that it computes."""
-        is_slow = device.type == "cuda" and self.compute is _run_by_run
-        return Choice(part, self.name, f"not fused in float32. {IN_HALF_PRECISION}" if is_slow else "")
+        slow = f"not fused in float32. {IN_HALF_PRECISION}"
+        return Choice(part, self.name, slow if self.compute is _run_by_run else "")
 
 
 def kernel(device: torch.device, dtype: torch.dtype, scores: Scores) -> Kernel:
