@@ -10,12 +10,15 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import pytest
 import torch
 from packaging.version import Version
 
 from verl_mg import device
+
+if TYPE_CHECKING:
+    import pytest  # vLLM's environment, which imports this module for warm starts, does not have it
 
 MAX_RANKS = 8
 SHARING = (2, 30, 3)
