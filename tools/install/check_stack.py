@@ -76,12 +76,10 @@ def check(target: Path) -> None:
                 f"{library}: the loader does not find {listed}. Use a torch whose libraries of CUDA have it."
             )
     names = set().union(*undefined.values())
-    driver, never_called = names - NEVER_CALLED, sorted(names & NEVER_CALLED)
-    print(
-        f"{len(undefined)} libraries: no symbol is undefined but {len(driver)} of the driver",
-        *never_called,
-        sep=" and ",
-    )
+    driver = names - NEVER_CALLED
+    print(f"{len(undefined)} libraries: no symbol is undefined but {len(driver)} of the driver")
+    for name in names & NEVER_CALLED:
+        print(f"{name} is undefined too, and never called")
     with TemporaryDirectory() as scratch:
         if driver:
             _write_driver(Path(scratch), driver)
@@ -156,4 +154,4 @@ def _import(package: str, program: str, environment: Mapping[str, str]) -> None:
     if done.returncode:
         last = " ".join(done.stderr.strip().splitlines()[-1:])
         raise UserError(f"{package}: it cannot be imported: {last}. Install what is missing on this machine.")
-    print(" ".join(program.split()))
+    print(f"{package}: imported")
