@@ -138,12 +138,24 @@ def test_versions_that_have_run_are_those_of_the_reports_and_the_pinned_ones_amo
 UNTRIED = {
     "rollout.engine=vllm": ["rollout.engine=vllm"],
     "rollout.wire=int4": ["rollout.engine=sglang", "rollout.wire=int4"],
-    "rollout.adapters=true": ["rollout.engine=sglang", "rollout.adapters=true", "actor.lora={rank: 4, alpha: 8}"],
     "rollout.urls": ["rollout.engine=sglang", "rollout.urls=[http://localhost:1]"],
+    "rollout.num_ranks": ["rollout.engine=sglang", "rollout.num_ranks=1"],
+    "rollout.sglang.speculative_algorithm": ["rollout.engine=sglang", "rollout.sglang.speculative_algorithm=EAGLE"],
     "rollout.engine=sglang with job.deterministic": ["rollout.engine=sglang", "job.deterministic=true"],
-    "fsdp.cpu_offload=true": ["actor.backend=fsdp", "fsdp.cpu_offload=true"],
+    "megatron.transformer.fp8": ["megatron.transformer.fp8=e4m3"],
     "actor.optimizer.kind=muon": ["actor.optimizer.kind=muon"],
+    "actor.optimizer.cpu_offload=true": ["actor.optimizer.cpu_offload=true"],
 }
+RAN = {
+    "test_jobs.py::test_job_on_fsdp_agrees_with_its_engines": ["actor.backend=fsdp", "fsdp.cpu_offload=true"],
+    "test_engine_jobs.py::test_engine_serves_trained_adapters[alone]": [
+        *("rollout.engine=sglang", "rollout.adapters=true", "actor.lora={rank: 4, alpha: 8}"),
+    ],
+    "test_engine_jobs.py::test_engine_with_quantized_weights_serves_the_saved_checkpoint[fp8_block]": [
+        *("rollout.engine=sglang", "rollout.wire=fp8_block"),
+    ],
+}
+"""Tests that reports name as passed on a GPU, with options of their jobs."""
 
 
 def configured(*overrides):
@@ -158,6 +170,14 @@ def test_option_that_has_not_run_on_a_gpu_is_a_warning(on_gpu, key):
         described = SimpleNamespace(config=configured(*overrides), requested={"actor", "rollout"})
         rows = list(start_table._untried(described))
         assert [row.chosen for row in rows] == expected and all(row.warning for row in rows)
+
+
+@pytest.mark.parametrize("test", RAN)
+def test_option_of_a_test_that_has_passed_on_a_gpu_is_no_warning(on_gpu, test):
+    reports = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("h*/*.md"))
+    assert re.search(rf"^\| `{re.escape(test)}`.*\| passed", reports, re.MULTILINE)
+    described = SimpleNamespace(config=configured(*RAN[test]), requested={"actor", "rollout"})
+    assert list(start_table._untried(described)) == []
 
 
 def test_planned_memory_above_that_of_the_device_is_a_warning(monkeypatch):

@@ -47,13 +47,15 @@ RAN_WITH = {
 NEVER_RAN: Mapping[str, Callable[[Config], object]] = {
     "rollout.engine=vllm": lambda c: c.rollout.engine == "vllm",
     "rollout.wire=int4": lambda c: c.rollout.wire == "int4",
-    "rollout.adapters=true": lambda c: c.rollout.adapters,
     "rollout.urls": lambda c: c.rollout.has_servers,
+    "rollout.num_ranks": lambda c: c.rollout.num_ranks,
+    "rollout.sglang.speculative_algorithm": lambda c: c.rollout.sglang.get("speculative_algorithm"),
     "rollout.engine=sglang with job.deterministic": lambda c: c.job.deterministic and c.rollout.engine == "sglang",
-    "fsdp.cpu_offload=true": lambda c: c.fsdp.cpu_offload and c.actor.backend == "fsdp",
+    "megatron.transformer.fp8": lambda c: c.actor.backend == "megatron" and c.megatron.transformer.get("fp8"),
     "actor.optimizer.kind=muon": lambda c: c.actor.optimizer.kind == "muon",
+    "actor.optimizer.cpu_offload=true": lambda c: c.actor.optimizer.cpu_offload,
 }
-"""Options with which no job has run to its end on a GPU yet, by their keys."""
+"""Options with which no job has run to its end on a GPU yet, by their keys; docs/gpu_differences.md lists them too."""
 UNTRIED = "it has not run on a GPU in this project. Run its tests first (bash tools/test_gpu.sh), and watch mismatch/."
 
 log = logging.getLogger(__name__)
