@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -174,11 +175,16 @@ def main(arguments: list[str] | None = None) -> int:
                 output.write_text(report(machine, versions, nodes, options.rehearse, record), encoding="utf-8")
 
         suite = Suite(record, deadline, len(machine["gpus"]), write_report)
-        if nodes > 1:
-            suite.run(node_parts(file, nodes))
-        else:
-            suite.run(one_node_parts(options, suite, Path(folder), len(machine["gpus"])))
-        write_report()
+        # As Ctrl-C, the signal of `timeout` and of job schedulers ends the part that runs.
+        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        try:
+            if nodes > 1:
+                suite.run(node_parts(file, nodes))
+            else:
+                suite.run(one_node_parts(options, suite, Path(folder), len(machine["gpus"])))
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            write_report()
         if output.exists():
             print(f"report: {output}", flush=True)
     return 1 if suite.failed else 0
@@ -331,11 +337,15 @@ def run(part: Part, limit_s: float) -> Ended:
     timer = threading.Timer(limit_s, lambda: (late.set(), _kill(process.pid)))
     timer.start()
     assert process.stdout
-    for line in process.stdout:
-        lines.append(line)
-        print(line, end="", flush=True)
-    code = process.wait()
-    timer.cancel()
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            print(line, end="", flush=True)
+        code = process.wait()
+    finally:
+        timer.cancel()
+        if process.poll() is None:  # the suite is interrupted: its part has a session of its own, and would go on
+            _kill(process.pid)
     outcome = TOO_LONG if late.is_set() else "failed" if code else "passed"
     return Ended(part, outcome, time.monotonic() - started, "".join(lines))
 

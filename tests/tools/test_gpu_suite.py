@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -146,6 +147,33 @@ def test_part_that_hangs_is_ended_with_its_processes():
     ended = suite.run(suite.Part("hangs", ["-c", HANGS]), 2.0)
     assert (ended.outcome, ended.log) == ("took too long", "begun\n")
     assert not set(psutil.Process().children(recursive=True)) - before
+
+
+INTERRUPTED = f"""
+import sys
+from tools import gpu_suite as suite
+suite.described = lambda: ({MACHINE!r}, {{}})
+suite.one_node_parts = lambda *_: [suite.Part("hangs", ["-c", {HANGS!r}])]
+sys.exit(suite.main(["--output", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_suite_that_is_interrupted_ends_its_part_and_writes_the_report(tmp_path, number):
+    program = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "report.md")]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout and any(line == "begun\n" for line in process.stdout)
+            below = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(number)
+            assert process.wait(30) != 0
+        finally:
+            process.kill()
+    _, left = psutil.wait_procs(below, timeout=10)
+    for one in left:
+        one.kill()
+    assert len(below) == 2 and left == []
+    assert rows_of((tmp_path / "report.md").read_text())["hangs"][0] == "not started"
 
 
 @pytest.fixture
