@@ -130,6 +130,9 @@ class Record:
         file.parent.mkdir(parents=True, exist_ok=True)
         if not append:
             file.unlink(missing_ok=True)
+        elif file.exists():  # a line that was cut off would take in the next one
+            text = file.read_bytes()
+            os.truncate(file, text.rfind(b"\n") + 1)
 
     def add(self, line: Mapping[str, Any], replaces: bool = True) -> None:
         """Appends the line of a "part" or of a test with a "name", also where there is one already if it `replaces`."""
@@ -344,7 +347,7 @@ def run(part: Part, limit_s: float) -> Ended:
         code = process.wait()
     finally:
         timer.cancel()
-        if process.poll() is None:  # the suite is interrupted: its part has a session of its own, and would go on
+        if process.poll() is None:  # the suite is interrupted, and its part would not be: it is in another session
             _kill(process.pid)
     outcome = TOO_LONG if late.is_set() else "failed" if code else "passed"
     return Ended(part, outcome, time.monotonic() - started, "".join(lines))

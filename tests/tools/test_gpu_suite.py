@@ -272,6 +272,14 @@ def test_report_counts_tests_and_shows_what_parts_wrote(tmp_path):
     assert "| doctor | failed | 3 |" in report and "```text\nill\n```" in report and "\n## B\n" in report
 
 
+def test_record_whose_last_line_was_cut_off_takes_further_lines(tmp_path):
+    file = tmp_path / "record.jsonl"
+    file.write_text(json.dumps(TEST | {"name": "one"}) + '\n{"name": "two", "outc')
+    record = suite.Record(file, append=True)
+    record.add(TEST | {"name": "three"})
+    assert list(record.tests()) == ["one", "three"]
+
+
 def test_default_output_names_hardware():
     assert suite.default_output(MACHINE["gpus"], 1) == suite.ROOT / "benchmarks/nvidia-h200-140-gib-8/test_gpu.md"
     assert suite.default_output(MACHINE["gpus"], 2).parent.name == "nvidia-h200-140-gib-8-nodes-2"
