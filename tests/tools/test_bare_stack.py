@@ -253,6 +253,14 @@ def test_packages_that_travel_are_pinned():
     assert {"nvidia-cuda-nvcc", "nvidia-cudnn-cu13"} <= {line.partition("==")[0] for line in lines[()]}
 
 
+@pytest.mark.parametrize("options", [("--piece-megabytes", "0"), ("--piece-megabytes",), ("--arch", "90a")])
+def test_stack_with_a_wrong_number_is_refused_before_anything_is_made(tmp_path, options):
+    command = ["bash", str(ROOT / "tools" / "install" / "bare_stack.sh"), str(tmp_path / "folder"), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and not (tmp_path / "folder").exists()
+    assert done.stderr.startswith(f"error: {options[0]}: '{''.join(options[1:])}' is no number above 0. ")
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(4 * 3600)
 def test_stack_over_torch_2_11_imports_and_has_every_symbol(tmp_path):

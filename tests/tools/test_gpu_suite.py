@@ -301,17 +301,21 @@ def test_carried_stack_and_wheels_are_unpacked_before_the_suite_starts(tmp_path)
     )
     (tools / "install" / "unpack_stack.sh").write_text('mkdir -p "$2"; echo "export OF=$1" >"$2/environment.sh"')
 
+    (tmp_path / "elsewhere").mkdir()
+
     def run(*options: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", str(tools / "test_gpu.sh"), *options]
-        return subprocess.run(command, capture_output=True, text=True, env=environment() | {"PYTHONPATH": "mine"})
+        variables = environment() | {"PYTHONPATH": "mine"}
+        return subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, env=variables)
 
+    assert run("--bare", "--stack").returncode == 2
     without = run("--bare")
     assert without.returncode == 2 and "tools/install/bare_wheels.sh" in without.stderr
     wheel_of_one_module(wheels, "1")
     done = run("--bare", "--stack", "pieces", "--limit", "9")
     assert done.returncode == 0, done.stderr
     options, path, folder = re.fullmatch(r"(\[.*\]) (\S+) (\S+)\n", done.stdout).groups()
-    assert options == "['--bare', '--limit', '9']" and folder == "pieces"
+    assert options == "['--bare', '--limit', '9']" and folder == f"{tmp_path}/elsewhere/pieces"
     root, site, own = path.split(":")
     assert (root, own) == (str(tmp_path), "mine") and (Path(site) / "carried.py").exists()
     compiled = Path(site) / "compiled"
