@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from tests.fsdp import fake_cuda_cases as fsdp_cases
+from tests.helpers.tiny_jobs import metrics_of
 from tests.helpers.tiny_models import tiny_model
 from tests.megatron import fake_cuda_cases as cases
 from tests.run.jobs import job, make_inputs
 from verl_mg import device
 from verl_mg.choice import Choice
 from verl_mg.config import load_config
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.megatron import transformer_config
 from verl_mg.megatron.transformer_config import chosen_kernels
@@ -213,6 +215,25 @@ def test_job_on_cuda_prints_and_writes_its_table_once(ranks, tmp_path):
     assert written["warnings"] == [] and written["rows"]["devices"][0]["chosen"] == "CPU"
     for name, rows in written["rows"].items():
         assert name in first and all(row["chosen"] in first for row in rows)
+
+
+def started_where_a_rank_cannot_describe_it(inputs, output):
+    def chosen(of):
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError("no kernel\nfound")
+        return whole(of)
+
+    whole = RunningJob.chosen
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunningJob, "chosen", chosen)
+        return shown_on_cuda(inputs, output, ["job.console=true", "job.iterations=1"])
+
+
+def test_job_whose_kernels_cannot_be_described_on_a_rank_says_it_and_trains(ranks, tmp_path):
+    inputs = make_inputs(tmp_path / "inputs")
+    first, _ = ranks.run(2, started_where_a_rank_cannot_describe_it, inputs, tmp_path / "run")
+    assert "none: RuntimeError: no kernel found" in first and "attention, full" in first
+    assert len(metrics_of(tmp_path / "run")) == 1
 
 
 def test_memory_after_the_first_iteration_is_printed_with_the_largest_of_the_plan(capsys, monkeypatch):
