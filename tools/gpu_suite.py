@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -129,6 +130,9 @@ class Record:
         file.parent.mkdir(parents=True, exist_ok=True)
         if not append:
             file.unlink(missing_ok=True)
+        elif file.exists():  # a line that was cut off would take in the next one
+            text = file.read_bytes()
+            os.truncate(file, text.rfind(b"\n") + 1)
 
     def add(self, line: Mapping[str, Any], replaces: bool = True) -> None:
         """Appends the line of a "part" or of a test with a "name", also where there is one already if it `replaces`."""
@@ -174,11 +178,16 @@ def main(arguments: list[str] | None = None) -> int:
                 output.write_text(report(machine, versions, nodes, options.rehearse, record), encoding="utf-8")
 
         suite = Suite(record, deadline, len(machine["gpus"]), write_report)
-        if nodes > 1:
-            suite.run(node_parts(file, nodes))
-        else:
-            suite.run(one_node_parts(options, suite, Path(folder), len(machine["gpus"])))
-        write_report()
+        # As Ctrl-C, the signal of `timeout` and of job schedulers ends the part that runs.
+        before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        try:
+            if nodes > 1:
+                suite.run(node_parts(file, nodes))
+            else:
+                suite.run(one_node_parts(options, suite, Path(folder), len(machine["gpus"])))
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            write_report()
         if output.exists():
             print(f"report: {output}", flush=True)
     return 1 if suite.failed else 0
@@ -331,11 +340,15 @@ def run(part: Part, limit_s: float) -> Ended:
     timer = threading.Timer(limit_s, lambda: (late.set(), _kill(process.pid)))
     timer.start()
     assert process.stdout
-    for line in process.stdout:
-        lines.append(line)
-        print(line, end="", flush=True)
-    code = process.wait()
-    timer.cancel()
+    try:
+        for line in process.stdout:
+            lines.append(line)
+            print(line, end="", flush=True)
+        code = process.wait()
+    finally:
+        timer.cancel()
+        if process.poll() is None:  # the suite is interrupted, and its part would not be: it is in another session
+            _kill(process.pid)
     outcome = TOO_LONG if late.is_set() else "failed" if code else "passed"
     return Ended(part, outcome, time.monotonic() - started, "".join(lines))
 

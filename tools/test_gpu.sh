@@ -9,19 +9,23 @@
 #
 # The variables are the same as of launch/torchrun.sh. The exit code is 1 if something failed.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 arguments=() bare='' stack=''
 while (($#)); do
     case $1 in
     --bare) bare=yes arguments+=("$1") ;;
     --stack)
-        stack=${2:?"--stack needs the folder with the pieces of tools/install/bare_stack.sh"}
+        if (($# == 1)); then
+            echo "error: --stack: the folder is missing. Name the one with the pieces of tools/install/bare_stack.sh." >&2
+            exit 2
+        fi
+        stack=$(realpath -m "$2")
         shift
         ;;
     *) arguments+=("$1") ;;
     esac
     shift
 done
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Both stay in build/, where a second run on the same machine finds them with their modules compiled.
 if [[ -n $bare ]]; then

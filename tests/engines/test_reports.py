@@ -112,7 +112,6 @@ def test_read_experts_of_a_wrong_report_raises_one_line_with_the_engine(rules, c
     [
         ({PROMPT: -1}, "it counts -1 prompt tokens"),
         ({RUNNING: 1.5}, "it counts 1.5 running requests"),
-        ({DRAFTED: 3, ACCEPTED: 4}, "it counts 4 accepted tokens of 3 drafted tokens"),
     ],
 )
 def test_check_counts_of_impossible_ones_raises(rules, counts, message):
@@ -121,7 +120,8 @@ def test_check_counts_of_impossible_ones_raises(rules, counts, message):
 
 
 def test_check_counts_of_possible_ones_returns_them(rules):
-    counts = {PROMPT: 3, DRAFTED: 3, ACCEPTED: 3, RUNNING: 0}
+    # 7 tokens that were accepted at once where SGLang was started with 3 draft tokens of each verification.
+    counts = {PROMPT: 3, DRAFTED: 3, ACCEPTED: 7, RUNNING: 0}
     assert rules.check_counts(counts) == counts
 
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from tests.fsdp import fake_cuda_cases as fsdp_cases
+from tests.helpers.tiny_jobs import metrics_of
 from tests.helpers.tiny_models import tiny_model
 from tests.megatron import fake_cuda_cases as cases
 from tests.run.jobs import job, make_inputs
 from verl_mg import device
 from verl_mg.choice import Choice
 from verl_mg.config import load_config
+from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.megatron import transformer_config
 from verl_mg.megatron.transformer_config import chosen_kernels
@@ -140,11 +142,22 @@ UNTRIED = {
     "rollout.engine=sglang job.deterministic=true": ["rollout.engine=sglang", "job.deterministic=true"],
     "rollout.wire=int4": ["rollout.engine=sglang", "rollout.wire=int4"],
     "rollout.urls": ["rollout.engine=sglang", "rollout.urls=[http://localhost:1]"],
-    "rollout.num_ranks": ["rollout.num_ranks=1"],
-    "megatron.transformer.fp8": ["megatron.transformer={fp8: hybrid}"],
+    "rollout.num_ranks": ["rollout.engine=sglang", "rollout.num_ranks=1"],
+    "rollout.sglang.speculative_algorithm": ["rollout.engine=sglang", "rollout.sglang.speculative_algorithm=EAGLE"],
+    "megatron.transformer.fp8": ["megatron.transformer={fp8: e4m3}"],
     "actor.optimizer.kind=muon": ["actor.optimizer.kind=muon"],
     "actor.optimizer.cpu_offload=true": ["actor.optimizer.cpu_offload=true"],
 }
+RAN = {
+    "test_jobs.py::test_job_on_fsdp_agrees_with_its_engines": ["actor.backend=fsdp", "fsdp.cpu_offload=true"],
+    "test_engine_jobs.py::test_engine_serves_trained_adapters[alone]": [
+        *("rollout.engine=sglang", "rollout.adapters=true", "actor.lora={rank: 4, alpha: 8}"),
+    ],
+    "test_engine_jobs.py::test_engine_with_quantized_weights_serves_the_saved_checkpoint[fp8_block]": [
+        *("rollout.engine=sglang", "rollout.wire=fp8_block"),
+    ],
+}
+"""Tests that reports name as passed on a GPU, with options of their jobs."""
 
 
 def configured(*overrides):
@@ -159,6 +172,14 @@ def test_option_that_has_not_run_on_a_gpu_is_a_warning(on_gpu, key):
         described = SimpleNamespace(config=configured(*overrides), requested={"actor", "rollout"})
         rows = list(start_table._untried(described))
         assert [row.chosen for row in rows] == expected and all(row.warning for row in rows)
+
+
+@pytest.mark.parametrize("test", RAN)
+def test_option_of_a_test_that_has_passed_on_a_gpu_is_no_warning(on_gpu, test):
+    reports = "".join(path.read_text() for path in (ROOT / "benchmarks").glob("h*/*.md"))
+    assert re.search(rf"^\| `{re.escape(test)}`.*\| passed", reports, re.MULTILINE)
+    described = SimpleNamespace(config=configured(*RAN[test]), requested={"actor", "rollout"})
+    assert list(start_table._untried(described)) == []
 
 
 def test_planned_memory_above_that_of_the_device_is_a_warning(monkeypatch):
@@ -194,6 +215,25 @@ def test_job_on_cuda_prints_and_writes_its_table_once(ranks, tmp_path):
     assert written["warnings"] == [] and written["rows"]["devices"][0]["chosen"] == "CPU"
     for name, rows in written["rows"].items():
         assert name in first and all(row["chosen"] in first for row in rows)
+
+
+def started_where_a_rank_cannot_describe_it(inputs, output):
+    def chosen(of):
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError("no kernel\nfound")
+        return whole(of)
+
+    whole = RunningJob.chosen
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunningJob, "chosen", chosen)
+        return shown_on_cuda(inputs, output, ["job.console=true", "job.iterations=1"])
+
+
+def test_job_whose_kernels_cannot_be_described_on_a_rank_says_it_and_trains(ranks, tmp_path):
+    inputs = make_inputs(tmp_path / "inputs")
+    first, _ = ranks.run(2, started_where_a_rank_cannot_describe_it, inputs, tmp_path / "run")
+    assert "none: RuntimeError: no kernel found" in first and "attention, full" in first
+    assert len(metrics_of(tmp_path / "run")) == 1
 
 
 def test_memory_after_the_first_iteration_is_printed_with_the_largest_of_the_plan(capsys, monkeypatch):

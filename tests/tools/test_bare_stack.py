@@ -140,7 +140,7 @@ def test_unpacked_pieces_are_the_tree_without_its_holes(tree, tmp_path, monkeypa
     assert listed.decode().split() == ["package/lib/lib.so.1"]
 
 
-@pytest.mark.parametrize("fault", ["damaged", "shorter", "missing", "without manifest"])
+@pytest.mark.parametrize("fault", ["damaged", "shorter", "missing", "without manifest", "half a manifest"])
 def test_unpacking_pieces_that_are_not_whole_names_one_and_writes_nothing(fault, tree, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "pieces"
     pieces.pack(tree, folder, 20_000)
@@ -150,13 +150,17 @@ def test_unpacking_pieces_that_are_not_whole_names_one_and_writes_nothing(fault,
         piece.write_bytes(content[:99] + bytes([content[99] ^ 1]) + content[100:])
     elif fault == "shorter":
         piece.write_bytes(content[:-1])
+    elif fault == "half a manifest":
+        piece = folder / "manifest.json"
+        piece.write_bytes(piece.read_bytes()[:200])
     else:
         piece = piece if fault == "missing" else folder / "manifest.json"
         piece.unlink()
     pretend_libraries(tmp_path, monkeypatch)
     assert unpack_stack.main([str(folder), str(tmp_path / "target")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    said = {"missing": "is missing", "without manifest": "cannot be read"}.get(fault, "is not that of manifest.json")
+    said = "cannot be read" if piece.name == "manifest.json" else "is not that of manifest.json"
+    said = "is missing" if fault == "missing" else said
     assert line.startswith(f"error: {piece}: ") and said in line and "Copy" in line
     assert not (tmp_path / "target").exists()
 
@@ -247,6 +251,14 @@ def test_packages_that_travel_are_pinned():
     # Compiled by the script, with the compiler and headers of NVIDIA's packages.
     assert not any(line.startswith("transformer-engine-torch") for line in lines[()])
     assert {"nvidia-cuda-nvcc", "nvidia-cudnn-cu13"} <= {line.partition("==")[0] for line in lines[()]}
+
+
+@pytest.mark.parametrize("options", [("--piece-megabytes", "0"), ("--piece-megabytes",), ("--arch", "90a")])
+def test_stack_with_a_wrong_number_is_refused_before_anything_is_made(tmp_path, options):
+    command = ["bash", str(ROOT / "tools" / "install" / "bare_stack.sh"), str(tmp_path / "folder"), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2 and not (tmp_path / "folder").exists()
+    assert done.stderr.startswith(f"error: {options[0]}: '{''.join(options[1:])}' is no number above 0. ")
 
 
 @pytest.mark.nightly

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -148,6 +149,33 @@ def test_part_that_hangs_is_ended_with_its_processes():
     assert not set(psutil.Process().children(recursive=True)) - before
 
 
+INTERRUPTED = f"""
+import sys
+from tools import gpu_suite as suite
+suite.described = lambda: ({MACHINE!r}, {{}})
+suite.one_node_parts = lambda *_: [suite.Part("hangs", ["-c", {HANGS!r}])]
+sys.exit(suite.main(["--output", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_suite_that_is_interrupted_ends_its_part_and_writes_the_report(tmp_path, number):
+    program = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "report.md")]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout and any(line == "begun\n" for line in process.stdout)
+            below = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(number)
+            assert process.wait(30) != 0
+        finally:
+            process.kill()
+    _, left = psutil.wait_procs(below, timeout=10)
+    for one in left:
+        one.kill()
+    assert len(below) == 2 and left == []
+    assert rows_of((tmp_path / "report.md").read_text())["hangs"][0] == "not started"
+
+
 @pytest.fixture
 def outputs(tmp_path, monkeypatch) -> Callable[..., tuple[int, dict[str, list[str]]]]:
     """A function: options -> exit code and rows of the report, of a suite whose parts are programs of one line."""
@@ -244,6 +272,14 @@ def test_report_counts_tests_and_shows_what_parts_wrote(tmp_path):
     assert "| doctor | failed | 3 |" in report and "```text\nill\n```" in report and "\n## B\n" in report
 
 
+def test_record_whose_last_line_was_cut_off_takes_further_lines(tmp_path):
+    file = tmp_path / "record.jsonl"
+    file.write_text(json.dumps(TEST | {"name": "one"}) + '\n{"name": "two", "outc')
+    record = suite.Record(file, append=True)
+    record.add(TEST | {"name": "three"})
+    assert list(record.tests()) == ["one", "three"]
+
+
 def test_default_output_names_hardware():
     assert suite.default_output(MACHINE["gpus"], 1) == suite.ROOT / "benchmarks/nvidia-h200-140-gib-8/test_gpu.md"
     assert suite.default_output(MACHINE["gpus"], 2).parent.name == "nvidia-h200-140-gib-8-nodes-2"
@@ -265,17 +301,21 @@ def test_carried_stack_and_wheels_are_unpacked_before_the_suite_starts(tmp_path)
     )
     (tools / "install" / "unpack_stack.sh").write_text('mkdir -p "$2"; echo "export OF=$1" >"$2/environment.sh"')
 
+    (tmp_path / "elsewhere").mkdir()
+
     def run(*options: str) -> subprocess.CompletedProcess[str]:
         command = ["bash", str(tools / "test_gpu.sh"), *options]
-        return subprocess.run(command, capture_output=True, text=True, env=environment() | {"PYTHONPATH": "mine"})
+        variables = environment() | {"PYTHONPATH": "mine"}
+        return subprocess.run(command, cwd=tmp_path / "elsewhere", capture_output=True, text=True, env=variables)
 
+    assert run("--bare", "--stack").returncode == 2
     without = run("--bare")
     assert without.returncode == 2 and "tools/install/bare_wheels.sh" in without.stderr
     wheel_of_one_module(wheels, "1")
     done = run("--bare", "--stack", "pieces", "--limit", "9")
     assert done.returncode == 0, done.stderr
     options, path, folder = re.fullmatch(r"(\[.*\]) (\S+) (\S+)\n", done.stdout).groups()
-    assert options == "['--bare', '--limit', '9']" and folder == "pieces"
+    assert options == "['--bare', '--limit', '9']" and folder == f"{tmp_path}/elsewhere/pieces"
     root, site, own = path.split(":")
     assert (root, own) == (str(tmp_path), "mine") and (Path(site) / "carried.py").exists()
     compiled = Path(site) / "compiled"

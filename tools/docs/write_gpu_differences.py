@@ -80,7 +80,8 @@ NOT_RUN = (
     NotRun("Blackwell: experts and quantized weights, which SGLang stores in other forms there", reports="b[23]00"),
     NotRun("Training in FP8, MXFP8 and with Muon; moments in host memory",
            options=("megatron.transformer.fp8", "actor.optimizer.kind=muon", "actor.optimizer.cpu_offload=true")),
-    NotRun("Speculative decoding with the model's own layer of multi-token prediction"),
+    NotRun("Speculative decoding with the model's own layer of multi-token prediction",
+           options=("rollout.sglang.speculative_algorithm",)),
     NotRun("Agents and environments; panels of the dashboard for GPUs; NCCL's flight records of a hang"),
 )  # fmt: skip
 """In the order in which users meet it. An entry is removed, as the error says, when a report shows what it names."""

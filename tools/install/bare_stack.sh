@@ -14,13 +14,19 @@ source "$repository/launch/python.sh"
 megabytes=47 arch=90 without=() folder=
 while (($#)); do
     case $1 in
-        --piece-megabytes) megabytes=$2 && shift ;;
-        --arch) arch=$2 && shift ;;
+        --piece-megabytes) megabytes=${2:-} && shift ;;
+        --arch) arch=${2:-} && shift ;;
         --without-transformer-engine | --without-sglang) without+=(--without "${1#--without-}") ;;
         -*) echo "error: $1: no such option. Read the head of tools/install/bare_stack.sh." >&2 && exit 2 ;;
         *) folder=$1 ;;
     esac
-    shift
+    (($# == 0)) || shift
+done
+for option in "--piece-megabytes:$megabytes" "--arch:$arch"; do
+    if [[ ! ${option#*:} =~ ^[1-9][0-9]*$ ]]; then
+        echo "error: ${option%%:*}: '${option#*:}' is no number above 0. Write one, such as 47 megabytes or architecture 90." >&2
+        exit 2
+    fi
 done
 if [[ -z $folder ]]; then
     echo "error: FOLDER: it is missing. Name the folder that gets the pieces." >&2

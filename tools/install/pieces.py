@@ -50,9 +50,9 @@ class Manifest:
         """The manifest of a folder whose pieces are all there and whole."""
         try:
             content = json.loads((folder / MANIFEST).read_text())
-        except OSError as error:
+            manifest = cls(tuple(Piece(**piece) for piece in content["pieces"]), tuple(content["archives"]))
+        except (OSError, ValueError, KeyError, TypeError) as error:  # it may be damaged like a piece
             raise UserError(f"{folder / MANIFEST}: cannot be read. Copy it into the folder of the pieces.") from error
-        manifest = cls(tuple(Piece(**piece) for piece in content["pieces"]), tuple(content["archives"]))
         with ThreadPoolExecutor() as threads:
             list(threads.map(lambda piece: _check(folder / piece.name, piece), manifest.pieces))
         return manifest

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_mg.engines.engine import ACCEPTED, DRAFTED, Finish, Request, Sample, Sampling
+from verl_mg.engines.engine import Finish, Request, Sample, Sampling
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig
 
@@ -87,9 +87,8 @@ class ReportRules:
         for name, value in counts.items():
             if type(value) is not int or value < 0:
                 raise UserError(f"{self.engine}: it counts {value!r} {name}. {OTHER_VERSION}.")
-        if counts.get(ACCEPTED, 0) > (drafted := counts.get(DRAFTED, 0)):
-            what = f"it counts {counts[ACCEPTED]} {ACCEPTED} of {drafted} {DRAFTED}"
-            raise UserError(f"{self.engine}: {what}. {OTHER_VERSION}.")
+        # More accepted than drafted tokens are possible: SGLang does not count what was drafted, but multiplies the
+        # verifications by the number of draft tokens of its start, which `speculative_adaptive` changes.
         return counts
 
     def _error(self, sample: int, what: str, remedy: str) -> UserError:

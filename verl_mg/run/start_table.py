@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ NEVER_RAN = (
     "rollout.wire=int4",
     "rollout.urls",
     "rollout.num_ranks",
+    "rollout.sglang.speculative_algorithm",
     "megatron.transformer.fp8",
     "actor.optimizer.kind=muon",
     "actor.optimizer.cpu_offload=true",
@@ -113,7 +115,9 @@ class StartTable:
 def start_table(job: RunningJob) -> StartTable:
     """Collects the table of a job whose roles are built; all ranks call it together."""
     places = {tuple(place) for place in all_gather_json([socket.gethostname(), str(device.current_device())])}
-    here = job.chosen() | {"devices": [*_devices(len(places)), *transports(len({host for host, _ in places}))]}
+    hosts = {host for host, _ in places}
+    here = _described("job", job.chosen)
+    here |= _described("devices", lambda: {"devices": [*_devices(len(places)), *transports(len(hosts))]})
     sections: dict[str, dict[Choice, None]] = {}
     for of_rank in all_gather_json(here):
         for section, rows in of_rank.items():
@@ -123,6 +127,16 @@ def start_table(job: RunningJob) -> StartTable:
         memory, rows = _memory(job)
         sections |= {"memory": dict.fromkeys(rows), "options": dict.fromkeys(_untried(job))}
     return StartTable({section: list(rows) for section, rows in sections.items() if rows}, memory)
+
+
+def _described(section: str, describe: Callable[[], dict[str, list[Choice]]]) -> dict[str, list[Choice]]:
+    """Returns rows, or one with the error where none can be made: a report must not end a job."""
+    try:
+        return describe()
+    except Exception as error:
+        log.warning("what a rank computes with cannot be described", exc_info=True)
+        reason = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")
+        return {section: [Choice("table", f"none: {reason}", "Report it; it does not end the job.")]}
 
 
 def announce(job: RunningJob) -> StartTable:
