@@ -68,7 +68,7 @@ NOT_RUN = (
     NotRun("The number of the host's waits in an update with torch's kernels: 229 on an H200, before the gradient norm "
            "stayed on the device"),
     NotRun("Several nodes: RDMA, engines over nodes, `NODES=2 bash tools/test_gpu.sh`", reports="-nodes-"),
-    NotRun("Servers outside of the job (`rollout.servers`), over NCCL or a directory; engines on separate ranks"),
+    NotRun("Servers outside of the job (`rollout.urls`), over NCCL or a directory; engines on separate ranks"),
     NotRun("A100 and other cards before Hopper", reports="a100"),
     NotRun("Blackwell: experts and quantized weights, which SGLang stores in other forms there", reports="b[23]00"),
     NotRun("Training in FP8, MXFP8 and with Muon; moments in host memory (`actor.optimizer.cpu_offload`)"),
