@@ -85,7 +85,7 @@ def test_index_of_docs_links_every_page():
 SECTIONS = tuple(Config.model_fields)
 FIELDS_OF_RECORDS = {"reward_model.ground_truth"}
 """Fields of verl's records, which look like keys."""
-KEY = re.compile(rf"(?<![\w./:-])(?:{'|'.join(SECTIONS)})(?:\.[a-z][a-z_]*)+")
+KEY = re.compile(rf"(?<![\w./:-])(?:{'|'.join(SECTIONS)})(?:\.[a-z][a-z0-9_]*)+")
 
 
 MEGATRON_CORE = {

@@ -131,14 +131,14 @@ def test_doctor_of_a_job_prints_its_table_on_all_ranks_without_training(describe
     assert ["engine sglang, not started", "attention", "torch_native"] in rows
     assert ["devices", "kind", "CPU"] in rows and ["", "collectives", "gloo over TCP"] in rows
     assert any(row[1:2] == ["training"] and row[2].endswith(" GiB planned") for row in rows)
-    assert rows[-1] == ["warnings: 0"] and not (described.parent / "run").exists()
+    assert rows[-1] == ["warnings: known on a GPU only"] and not (described.parent / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["actor.layout=tp2"], "doctor: 'actor.layout=tp2' is of a job. Write verl-mg doctor RECIPE --job CONFIG"),
-        (["--job", "{file}", "actor.layout=tp2"], "doctor --job: name one recipe. Write verl-mg doctor RECIPE"),
+        (["actor.layout=tp2"], "doctor actor.layout=tp2: --job is missing. Write verl-mg doctor RECIPE --job CONFIG"),
+        (["--job", "{file}", "actor.layout=tp2"], "doctor --job: the recipe is missing. Write verl-mg doctor RECIPE"),
         (["grpo", "--job", "{file}", "actor.layuot=tp2"], "actor.layuot"),
     ],
 )

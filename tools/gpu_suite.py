@@ -206,6 +206,8 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--slice", action="append", choices=names, metavar="NAME", help=text)
     parser.add_argument("-k", dest="selected", default="", help="expression of pytest that selects tests")
     options = parser.parse_args(arguments)
+    if options.bare and options.slice and DOCTOR in options.slice:
+        parser.error(f"--slice {DOCTOR}: it checks versions, which --bare does not. Leave one of them out.")
     if options.rehearse:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         options.output = options.output or ROOT / "runs" / "test_gpu.md"

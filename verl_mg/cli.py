@@ -226,9 +226,10 @@ def _doctor(arguments: argparse.Namespace) -> None:
     recipes = [text for text in given if "=" not in text]
     arguments.config, arguments.overrides = arguments.job, [text for text in given if "=" in text]
     if given and not arguments.job:
-        raise UserError(f"doctor: {given[0]!r} is of a job. Write verl-mg doctor RECIPE --job CONFIG [a.b=c ...].")
+        raise UserError(f"doctor {given[0]}: --job is missing. Write verl-mg doctor RECIPE --job CONFIG [a.b=c ...].")
     if arguments.job and len(recipes) != 1:
-        raise UserError("doctor --job: name one recipe. Write verl-mg doctor RECIPE --job CONFIG [a.b=c ...].")
+        wrong = f"{' and '.join(recipes)} are several recipes" if recipes else "the recipe is missing"
+        raise UserError(f"doctor --job: {wrong}. Write verl-mg doctor RECIPE --job CONFIG [a.b=c ...].")
     arguments.recipe = "".join(recipes)
     sys.exit(check(arguments.output, partial(_load, arguments) if arguments.job else None))
 

@@ -42,14 +42,14 @@ def folder(tmp_path, monkeypatch):
 def test_inherited_environment_leaves_out_caches_that_torch_names(monkeypatch):
     cache_dir()  # as the first compiled function does
     monkeypatch.setenv("TRITON_CACHE_DIR", triton_cache_dir(0))
-    assert set(CACHES) <= os.environ.keys() and not set(CACHES) & inherited_environment().keys()
+    assert set(CACHES) <= os.environ.keys() and not set(CACHES) & inherited_environment(None).keys()
 
 
 def test_inherited_environment_keeps_caches_that_the_user_names(monkeypatch, folder):
     for name in CACHES:
         monkeypatch.setenv(name, str(folder / "mine"))
     cache_dir()
-    assert {inherited_environment()[name] for name in CACHES} == {str(folder / "mine")}
+    assert {inherited_environment(None)[name] for name in CACHES} == {str(folder / "mine")}
 
 
 @needs_sglang

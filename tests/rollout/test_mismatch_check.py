@@ -31,8 +31,9 @@ MESSAGE = re.compile(
     r"rollout\.max_mismatch=0\.001: log-probs of engine and trainer differ by (?P<mean>\S+) nats on average over the "
     r"first (?P<tokens>\d+) tokens, more than 0\.001\. The worst sample, sample_id (?P<sample>\d+) of the prompt "
     r"(?P<file>\S+):(?P<line>\d+) \('\d\+\d='\), differs by (?P<worst>\S+): at position (?P<position>\d+) of its "
-    r"(?P<length>\d+) tokens the engine has (?P<engine>\S+) and the trainer (?P<trainer>\S+)\. Try rollout\.engine=hf "
-    r"as docs/guides/debug_a_mismatch\.md says, or train in spite of it with rollout\.max_mismatch=null\."
+    r"(?P<length>\d+) tokens the engine has (?P<engine>\S+) and the trainer (?P<trainer>\S+)\. "
+    r"(Try rollout\.engine=hf|Look for the cause) as docs/guides/debug_a_mismatch\.md says, or train in spite of it "
+    r"with a larger rollout\.max_mismatch, or null for none\."
 )
 PROMPT_TOKENS = 4
 JOBS = {
@@ -220,7 +221,7 @@ def test_wrong_temperature_ends_all_ranks_with_one_line(inputs, tmp_path):
     assert_nothing_done(tmp_path / "run")
 
 
-DENSE = Precision(torch.bfloat16, "cast", False, False, False, "cuda")
+DENSE = Precision(torch.bfloat16, "sglang", "auto", "cast", False, False, False, "cuda")
 MIXTURE = replace(DENSE, has_experts=True)
 
 
@@ -231,6 +232,8 @@ MIXTURE = replace(DENSE, has_experts=True)
         (replace(DENSE, dtype=torch.float32), 1e-3),
         (replace(DENSE, wire="fp8_block"), 0.2),
         (replace(DENSE, wire="int4"), 0.2),
+        (replace(DENSE, cache="fp8_e5m2"), 0.2),
+        (replace(DENSE, cache="bfloat16"), 0.05),
         (replace(DENSE, trains_in_fp8=True), 0.2),
         (MIXTURE, 0.2),
         (replace(MIXTURE, dtype=torch.float32), 0.2),

@@ -17,8 +17,15 @@ while (($#)); do
         --piece-megabytes) megabytes=${2:-} && shift ;;
         --arch) arch=${2:-} && shift ;;
         --without-transformer-engine | --without-sglang) without+=(--without "${1#--without-}") ;;
-        -*) echo "error: $1: no such option. Read the head of tools/install/bare_stack.sh." >&2 && exit 2 ;;
-        *) folder=$1 ;;
+        -h | --help) sed -n "2,/^set/{s/^# \{0,1\}//p}" "${BASH_SOURCE[0]}" && exit ;;
+        -*) echo "error: $1: no such option. See --help." >&2 && exit 2 ;;
+        *)
+            if [[ -n $folder ]]; then
+                echo "error: $1: there is a FOLDER already, $folder. Name one." >&2
+                exit 2
+            fi
+            folder=$1
+            ;;
     esac
     (($# == 0)) || shift
 done
@@ -67,7 +74,7 @@ if [[ " ${without[*]} " != *" transformer-engine "* ]]; then
     requirement=$(grep '^transformer-engine-torch==' "$repository/launch/requirements-gpu.txt")
     wheels=$cache/wheels-$(grep -E '^(torch|nvidia-.*|transformer-engine-cu13)==' "$requirements" | cksum | tr ' ' -)
     if ! compgen -G "$wheels/*.whl" >/dev/null; then
-        echo "compiling $requirement, 40 minutes of one core; $cache keeps the wheel"
+        echo "compiling $requirement, 13 minutes of one core and more; $cache keeps the wheel"
         compile "$requirement" "$wheels"
         echo "compiled: $SECONDS s"
     fi

@@ -388,8 +388,8 @@ class RolloutConfig(ConfigSection):
     max_mismatch: MaxMismatch = "auto"
     """Largest mean of |log-prob of the trainer - of the engine| in nats, over the first samples that are generated
     after a start. With a larger one the job ends before it trains. auto: on GPUs 1e-3 in float32, 0.05 in bfloat16, 0.2
-    with a quantized `wire`, training in FP8, or a mixture of experts without `replay_routing`; on a CPU no bound. null:
-    no bound; metrics of `mismatch/` show the difference."""
+    with a quantized `wire` or `kv_cache_dtype`, training in FP8, or a mixture of experts without `replay_routing`; on a
+    CPU no bound. null: no bound; metrics of `mismatch/` show the difference."""
     request_timeout_s: float = Field(3600.0, gt=0)
     """Seconds after which a request to an engine is aborted; its sample ends there with finish reason timeout."""
     python: Path | None = None

@@ -25,7 +25,9 @@ from verl_mg.errors import UserError
 from verl_mg.roles.models import Actor
 
 FLOAT32, HALF, COARSE = 1e-3, 0.05, 0.2  # nats; 0.0044 was measured in bfloat16
-"""Bounds in float32, in 16 bits, and where engine and trainer compute with other weights or experts."""
+"""Bounds in float32, in 16 bits, and for `Precision.is_coarse`."""
+WHOLE = ("auto", "float32", "float16", "bfloat16", "bf16")
+"""Types of keys and values that are not quantized, by the names of engines."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,9 @@ class Precision:
     """Settings and device on which it depends how close the log-probs of engine and trainer can be."""
 
     dtype: torch.dtype
+    engine: str
+    cache: str
+    """Type of the engine's keys and values, by its own name."""
     wire: str
     """`rollout.wire`; all but cast are quantized weights of the engine."""
     trains_in_fp8: bool
@@ -45,15 +50,23 @@ class Precision:
     @classmethod
     def of(cls, actor: Actor, config: Config) -> Precision:
         """Returns the precision of a job on this rank's device."""
-        fields = config.megatron.transformer
+        fields, rollout = config.megatron.transformer, config.rollout
         return cls(
             dtype=actor.runner.dtype,
-            wire=config.rollout.wire,
+            engine=rollout.engine,
+            cache=str(getattr(rollout, rollout.engine).get("kv_cache_dtype", "auto")),
+            wire=rollout.wire,
             trains_in_fp8=bool(fields.get("fp8") or fields.get("fp4")),
             has_experts=actor.runner.table.config.experts is not None,
-            replays_routing=config.rollout.replay_routing,
+            replays_routing=rollout.replay_routing,
             device=device.current_device().type,
         )
+
+    @property
+    def is_coarse(self) -> bool:
+        """Whether engine and trainer compute with other weights, keys and values, or experts."""
+        quantizes = self.wire != "cast" or self.trains_in_fp8 or self.cache not in WHOLE
+        return quantizes or self.selects_experts_twice
 
     @property
     def selects_experts_twice(self) -> bool:
@@ -70,7 +83,7 @@ def largest_mismatch(setting: MaxMismatch, precision: Precision) -> float | None
     # GPU-RAN: not yet
     if precision.device != "cuda":
         return None
-    if precision.wire != "cast" or precision.trains_in_fp8 or precision.selects_experts_twice:
+    if precision.is_coarse:
         return COARSE
     return FLOAT32 if precision.dtype is torch.float32 else HALF
 
@@ -102,16 +115,18 @@ class MismatchCheck:
         self._bound = None  # compared once
 
     def _message(self, mean: float, tokens: int, worst: dict[str, Any]) -> str:
-        remedies = ["rollout.engine=hf"]
+        remedies = ["rollout.engine=hf"] if self._precision.engine != "hf" else []
         remedies += ["rollout.wire=cast"] if self._precision.wire != "cast" else []
+        remedies += ["another kv_cache_dtype"] if self._precision.cache not in WHOLE else []
         remedies += ["rollout.replay_routing=true"] if self._precision.selects_experts_twice else []
+        tried = f"Try {', '.join(remedies)} as" if remedies else "Look for the cause as"
         return (
             f"rollout.max_mismatch={self._setting}: log-probs of engine and trainer differ by {mean:.3g} nats on "
             f"average over the first {tokens} tokens, more than {self._bound:g}. The worst sample, sample_id "
             f"{worst['sample_id']} of the prompt {self._prompts.by_id(worst['prompt_id']).where}, differs by "
             f"{worst['mean']:.3g}: at position {worst['position']} of its {worst['length']} tokens the engine has "
-            f"{worst['engine']:.4g} and the trainer {worst['trainer']:.4g}. Try {', '.join(remedies)} as "
-            "docs/guides/debug_a_mismatch.md says, or train in spite of it with rollout.max_mismatch=null."
+            f"{worst['engine']:.7g} and the trainer {worst['trainer']:.7g}. {tried} docs/guides/debug_a_mismatch.md "
+            "says, or train in spite of it with a larger rollout.max_mismatch, or null for none."
         )
 
 

@@ -188,7 +188,7 @@ def _memory(job: RunningJob) -> tuple[JobMemory | None, list[Choice]]:
 
 
 def _untried(job: RunningJob) -> Iterator[Choice]:
-    # GPU: options with which no job has run there are rows of their own.
+    # GPU: options with which no job has run there are rows too.
     # GPU-TEST: tests/run/test_start_table.py::test_option_that_has_not_run_on_a_gpu_is_a_warning
     # GPU-RAN: not yet
     if torch.cuda.is_available():
@@ -199,7 +199,7 @@ def _untried(job: RunningJob) -> Iterator[Choice]:
 
 
 def _is_set(config: Config, option: str) -> bool:
-    """Returns whether a configuration has an option KEY=VALUE, or for KEY alone any value."""
+    """Returns whether a configuration has an option: KEY=VALUE, or KEY with any value."""
     key, _, wanted = option.partition("=")
     value: Any = config
     for name in key.split("."):

@@ -108,6 +108,7 @@ def test_environment_on_gpus_is_what_sglang_reads(sglang_says):
         "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": False,
         "SGLANG_FORCE_FUSED_OP_BACKEND": "torch",
         "SGLANG_MEMORY_SAVER_CUDA_GRAPH": True,
+        "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": False,
         "SGLANG_VLM_CACHE_SIZE_MB": 0,
     }
     # It reaches all operators that have 16 bits only.

@@ -86,8 +86,13 @@ BLACKWELL_FP8 = "triton"
 FP8_PRODUCTS = "fp8_gemm_runner_backend"
 RUNNERS = ("moe_runner_backend", "speculative_moe_runner_backend")
 # Environment of all engines. SGLang would keep the features of images over updates of the vision tower, and on GPUs
-# fuse two projections of an indexer that the weight table has apart.
-OF_ALL_ENGINES = {"SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1"}
+# fuse two projections of an indexer that the weight table has apart, or, if a variable says so, exchange rows of the
+# experts that Triton computes.
+OF_ALL_ENGINES = {
+    "SGLANG_VLM_CACHE_SIZE_MB": "0",
+    "SGLANG_DISABLE_DSA_INDEXER_FUSION": "1",
+    "SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED": "0",
+}
 
 
 def has_multi_token_draft(arguments: Mapping[str, Any]) -> bool:
