@@ -194,13 +194,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="tools/test_gpu.sh", description=__doc__.splitlines()[0])
+    epilog = "--stack PIECES, also an option: unpacks the pieces of tools/install/bare_stack.sh, and uses them."
+    parser = argparse.ArgumentParser(prog="tools/test_gpu.sh", description=__doc__.splitlines()[0], epilog=epilog)
     parser.add_argument("--output", type=Path, help="file of the report (default: benchmarks/GPU-COUNT/test_gpu.md)")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with small sizes; GPUs are not used")
-    parser.add_argument("--bare", action="store_true", help="with carried wheels, whose versions are not checked")
-    parser.add_argument(
-        "--limit", type=float, default=float("inf"), help="seconds after which the suite ends in any case"
-    )
+    text = "with the wheels of tools/install/bare_wheels.sh; without the slice doctor, which checks versions"
+    parser.add_argument("--bare", action="store_true", help=text)
+    text = "seconds after which the suite ends; slices that are expected to take longer are not started"
+    parser.add_argument("--limit", type=float, default=float("inf"), metavar="SECONDS", help=text)
     names = (DOCTOR, *SLICES, *BENCH)
     text = "only this part of one node's (repeatable); a report that is there keeps its others: %(choices)s"
     parser.add_argument("--slice", action="append", choices=names, metavar="NAME", help=text)

@@ -60,16 +60,22 @@ def _parser() -> argparse.ArgumentParser:
     _add_train(command("train", _train, "run a recipe; start it with torchrun or mpirun for more than one rank"))
     add = command("quickstart", _quickstart, "train a tiny model to add, in minutes, on any machine").add_argument
     add("--output", default="runs/quickstart", help="folder of the run (default: %(default)s)")
-    add("overrides", nargs="*", metavar="a.b=c", help="values of GRPO's configuration, or of both jobs'")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="a.b=c",
+        help="values for GRPO; keys of model, actor and job are for both jobs, SFT and GRPO",
+    )
     _add_eval(command("eval", _eval, "evaluate a model or a run on sets of prompts, or compare two evaluations"))
     add = command("status", _status, "progress of a run; exit code 0 if it has finished, else 3").add_argument
     add("folder", metavar="RUN", type=Path, help="folder of the run, its job.output")
     meaning = "check installation, machines and network, and what a job computes with; under torchrun of all nodes"
     add = command("doctor", _doctor, meaning).add_argument
-    add("recipe", nargs="?", help="with --job, its recipe")
-    add("overrides", nargs="*", metavar="a.b=c", help="with --job, values that replace the file's")
-    add("--job", metavar="CONFIG", help="build a job, and print which kernels, engine and memory it uses, and warnings")
-    add("--output", default="runs", type=Path, help="folder of runs, to be shared (default: %(default)s)")
+    add("recipe", nargs="?", help="recipe of the job; only with --job")
+    add("overrides", nargs="*", metavar="a.b=c", help="only with --job: values that replace the file's")
+    meaning = "build a job of this file, --config of train; print its kernels, engine, memory and, on GPUs, warnings"
+    add("--job", metavar="CONFIG", help=meaning)
+    add("--output", default="runs", type=Path, help="folder of runs, which every rank must see (default: %(default)s)")
     add = command("view", _view, "curves, timelines and samples of runs, in the browser").add_argument
     add("folders", nargs="+", metavar="RUN", type=Path, help="folder of a run, also of one that is running")
     add("--port", type=int, default=0, metavar="N", help="port (default: a free one)")
