@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -110,6 +111,8 @@ def _has(kind: object, names: list[str]) -> bool:
         fields = getattr(kind, "model_fields", {})
         if kind is MegatronConfig and len(names) == 2:
             return names[1] in MEGATRON_CORE[names[0]].__dataclass_fields__
+        if kind == dict[str, Any]:  # an engine's arguments by their own names
+            return True
         if name not in fields:
             return False
         kind = fields[name].annotation
