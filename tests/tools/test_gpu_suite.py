@@ -150,8 +150,9 @@ def test_part_that_hangs_is_ended_with_its_processes():
 
 
 INTERRUPTED = f"""
-import sys
+import signal, sys
 from tools import gpu_suite as suite
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests with it ignored
 suite.described = lambda: ({MACHINE!r}, {{}})
 suite.one_node_parts = lambda *_: [suite.Part("hangs", ["-c", {HANGS!r}])]
 sys.exit(suite.main(["--output", sys.argv[1]]))
