@@ -185,7 +185,7 @@ def test_tables_of_checks_have_a_refused_case_for_each_row():
 def on_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=name))
 
 
 def check(sizes=(), dtype="bfloat16", lora=None, **rollout):

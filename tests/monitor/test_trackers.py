@@ -305,3 +305,11 @@ def test_swanlab_resumed_run_keeps_its_id(tmp_path):
         json.loads(file.read_text())["rowData"] for file in (tmp_path / "swanlab").glob("run-*/media/echarts/*.json")
     ]
     assert [row["response"] for row in rows[0]] == ['so "3"\n', "9"] and len(rows) == 4
+
+
+def test_folder_of_runs_with_the_name_of_a_library_is_no_installed_library(tmp_path, monkeypatch):
+    (tmp_path / "a_service").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(SERVICES, "a_service", ("a-service", None))
+    with pytest.raises(UserError, match="a_service is not installed. Run pip install a-service"):
+        check_services(["a_service"])

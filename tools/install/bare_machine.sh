@@ -5,7 +5,8 @@
 #   bash tools/install/bare_machine.sh FOLDER
 set -euo pipefail
 venv=${1:?"the folder of the environment"}
-source "$(dirname "${BASH_SOURCE[0]}")/../../launch/environment.sh"
+repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+source "$repository/launch/python.sh"
 
 make_venv "$venv"
 install_packages --no-deps -r "$repository/tools/install/requirements-bare-machine.txt"

@@ -99,7 +99,7 @@ class JobCase:
     @property
     def extra(self) -> Mapping[str, Any]:
         """Further arguments by the engine's names."""
-        return getattr(self.rollout, self.rollout.engine, {})
+        return self.rollout.engine_arguments
 
     @property
     def actor_dtype(self) -> str:

@@ -481,6 +481,11 @@ class RolloutConfig(ConfigSection):
         _check(EngineLayout.parse, text)
         return text
 
+    @property
+    def engine_arguments(self) -> dict[str, Any]:
+        """Further arguments of the engine by its own names; the hf engine has none."""
+        return {"sglang": self.sglang, "vllm": self.vllm}.get(self.engine, {})
+
     @field_validator("max_mismatch", mode="before")
     @classmethod
     def _is_a_bound(cls, value: Any) -> Any:

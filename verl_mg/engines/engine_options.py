@@ -125,7 +125,7 @@ class EngineOptions:
             reads_text=config.ends_at_strings,
             adapters=AdapterSettings.of_job(config, table),
             python=rollout.python,
-            extra=getattr(rollout, rollout.engine),
+            extra=rollout.engine_arguments,
         )
 
     def to_json(self) -> dict[str, Any]:

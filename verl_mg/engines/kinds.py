@@ -6,7 +6,6 @@ ENGINES["sglang"].abilities      abilities that the configuration can require (`
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from verl_mg.engines.sglang import arguments as sglang
 from verl_mg.engines.vllm import arguments as vllm
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
+from verl_mg.library import is_installed
 from verl_mg.models.transformers_module import read_any_config
 from verl_mg.sharding.traced_table import EngineName
 
@@ -84,13 +84,14 @@ class ProcessKind:
     def python(self, python: Path | None) -> str:
         """Returns the path of `rollout.python`, or of this process's; UserError where it cannot import the engine."""
         if python is None:
-            if importlib.util.find_spec(self.name) is None:
+            if not is_installed(self.name):
                 raise UserError(
                     f"rollout.engine={self.name}: {self.title} is not installed. {self.installation}, or write "
                     "rollout.engine=hf."
                 )
             return sys.executable
-        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({self.name!r}) is None)"
+        # As `is_installed`, which that interpreter does not have.
+        code = f"from importlib.util import find_spec; exit(not getattr(find_spec({self.name!r}), 'origin', None))"
         try:
             done = subprocess.run(
                 [python, "-c", code], stdin=subprocess.DEVNULL, capture_output=True, env=inherited_environment(python)

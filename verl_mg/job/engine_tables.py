@@ -35,7 +35,7 @@ def with_engine_table(config: Config, table: ModelTable) -> ModelTable:
     rollout, kind = config.rollout, ENGINES[config.rollout.engine]
     assert kind.process is not None
     table = table.for_engine(kind.process.name).with_traced_table(rollout.sharding_table)
-    if kind.abilities.has_draft(getattr(rollout, rollout.engine)):
+    if kind.abilities.has_draft(rollout.engine_arguments):
         return table.with_draft_model()
     if table.traced or table.has_engine_rules:
         return table

@@ -104,9 +104,9 @@ class GatedDeltaNet(MegatronModule):
         # GPU: the kernels of flash-linear-attention, where they are installed and the job is not deterministic.
         # GPU-TEST: tests/run/test_start_table.py::test_megatron_model_on_cuda_says_what_its_layers_compute_with
         # GPU-RAN: not yet
-        is_slow = self.dt_bias.is_cuda and not torch.are_deterministic_algorithms_enabled()
-        remedy = "torch's own kernels compute the delta rule. Install flash-linear-attention." if is_slow else ""
-        return Choice("linear attention", "torch, chunk by chunk", remedy)
+        slow = "torch's own kernels compute the delta rule. Install flash-linear-attention."
+        is_wanted = torch.are_deterministic_algorithms_enabled()
+        return Choice("linear attention", "torch, chunk by chunk", "" if is_wanted else slow)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, packed_seq_params: PackedSequences, **_: Any

@@ -47,7 +47,7 @@ from verl_mg.megatron.linear_attention import Projections, linear_attention_spec
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.megatron.routing import RoutedLayer, Router
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.training.packed_attention import has_ragged_kernel
+from verl_mg.training.packed_attention import HOPPER, has_ragged_kernel
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def has_packed_attention() -> bool:
         return False
     # Otherwise it would compute the attention of padded rows by matrix products. Its own record, because FlashAttention
     # 4, whose kernels need a Hopper, is a part of a package named `flash_attn` too.
-    return torch.cuda.get_device_capability() >= (9, 0) or FlashAttentionUtils.is_installed
+    return torch.cuda.get_device_capability() >= HOPPER or FlashAttentionUtils.is_installed
 
 
 class FusedAttention(PackedAttention):

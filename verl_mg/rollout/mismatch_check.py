@@ -54,7 +54,7 @@ class Precision:
         return cls(
             dtype=actor.runner.dtype,
             engine=rollout.engine,
-            cache=str(getattr(rollout, rollout.engine, {}).get("kv_cache_dtype", "auto")),  # hf has no arguments
+            cache=str(rollout.engine_arguments.get("kv_cache_dtype", "auto")),
             wire=rollout.wire,
             trains_in_fp8=bool(fields.get("fp8") or fields.get("fp4")),
             has_experts=actor.runner.table.config.experts is not None,

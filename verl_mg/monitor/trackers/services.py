@@ -7,7 +7,6 @@ can then occur twice, since services remove nothing; the second value is the sam
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -20,6 +19,7 @@ from typing import Any
 
 from verl_mg.errors import UserError
 from verl_mg.jsonl import replacing
+from verl_mg.library import is_installed
 from verl_mg.monitor.trackers.tracker import SampleTable, Tracker
 
 IDS = "trackers.json"
@@ -155,7 +155,7 @@ SERVICES: dict[str, tuple[str, Callable[[RunInfo], Tracker]]] = {
 def check_services(names: Sequence[str]) -> None:
     """Checks that the libraries of services are installed; UserError otherwise."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        if not is_installed(name):  # `wandb` is also the folder of its runs
             raise UserError(f"tracking.services: {name} is not installed. Run pip install {SERVICES[name][0]}.")
 
 
