@@ -122,6 +122,20 @@ def test_wrong_logprob_of_an_engine_ends_the_job_before_an_update(ranks, inputs,
     assert_nothing_done(tmp_path / "run")
 
 
+def refused_as_on_a_gpu(*arguments):
+    """As `refused`, of a job whose bound is that of its precision on a GPU."""
+    of = Precision.of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Precision, "of", lambda actor, config: replace(of(actor, config), device="cuda"))
+        return refused(*arguments)
+
+
+def test_wrong_logprob_on_a_gpu_ends_the_job_by_default(ranks, inputs, tmp_path):
+    overrides = ["rollout.max_mismatch=auto"]
+    [(message, requested)] = ranks.run(1, refused_as_on_a_gpu, "grpo", inputs, tmp_path / "run", overrides)
+    assert message.startswith("rollout.max_mismatch=auto: ") and "more than 0.001. " in message and requested == []
+
+
 def test_wrong_logprob_in_a_segment_of_an_agent_names_its_row(ranks, inputs, tmp_path):
     wrap = partial(split, decode=str)
     for message, requested in ranks.run(2, refused, "grpo", inputs, tmp_path / "run", [], wrap):

@@ -79,7 +79,8 @@ def largest_mismatch(setting: MaxMismatch, precision: Precision) -> float | None
     if not isinstance(setting, str):
         return setting
     # GPU: rollout.max_mismatch=auto has a bound, so the actor computes the log-probs of the first samples of a start.
-    # GPU-TEST: tests/rollout/test_mismatch_check.py::test_bound_by_default_is_that_of_the_precision
+    # GPU-TEST: tests/rollout/test_mismatch_check.py::test_bound_by_default_is_that_of_the_precision,
+    # tests/rollout/test_mismatch_check.py::test_wrong_logprob_on_a_gpu_ends_the_job_by_default
     # GPU-RAN: not yet
     if precision.device != "cuda":
         return None
