@@ -106,7 +106,7 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
 def has_packed_attention() -> bool:
     """Returns whether Transformer Engine has a kernel for packed rows: cuDNN's from Hopper on, or FlashAttention 2."""
     # GPU: with Transformer Engine attention in bfloat16 is cuDNN's from Hopper on, in deterministic jobs torch's.
-    # GPU-TEST: tests/megatron/test_transformer_engine.py::
+    # GPU-TEST: tests/megatron/test_transformer_engine_attention.py::
     # test_attention_of_deterministic_jobs_asks_for_less_than_a_gibibyte
     # GPU-RAN: not yet
     # The deterministic backward pass of cuDNN needs 128 bytes for each pair of tokens and each head on a Hopper: 32 GiB
