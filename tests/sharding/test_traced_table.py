@@ -5,6 +5,7 @@ import json
 import re
 from contextlib import redirect_stdout
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -236,7 +237,7 @@ def test_weight_sync_with_traced_table_plans_as_builtin(ranks, model, table_file
 @pytest.fixture
 def sglang_installed(monkeypatch):
     """Configurations with rollout.engine=sglang can be checked without SGLang."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=name))
     monkeypatch.setattr(ProcessKind, "check_layout", lambda kind, case: case.table.check_engine_layout(case.layout))
 
 
