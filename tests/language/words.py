@@ -88,12 +88,12 @@ def _banned_matches(text: str, file: Path) -> list[re.Match[str]]:
 
 
 def _is_judge(word: str, file: Path) -> bool:
-    return word.lower().startswith("judge") and bool(JUDGE_FILES.search(str(file)))
+    return word.lower().startswith("judge") and bool(JUDGE_FILES.search(file.name))
 
 
 def banned_name(name: str, file: Path) -> bool:
     words = [word.lower() for word in re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+", name)]
-    if "llm" in words or JUDGE_FILES.search(str(file)):
+    if "llm" in words or JUDGE_FILES.search(file.name):
         words = [word for word in words if not word.startswith("judge")]
     if "floor" in words and "div" in " ".join(words):
         words.remove("floor")
