@@ -42,8 +42,9 @@ def counts(tree: Path) -> dict[str, int]:
     lengths = [text.count("\n") for text in texts]
     nodes = [node for module in modules for node in ast.walk(module)]
     of = sum(map(kinds, texts, modules), Counter())
-    routed = zip(files(tree, "verl_mg"), modules, strict=True)
-    names = [identifiers(module) for file, module in routed if not any(other in str(file) for other in OTHER_ROUTES)]
+    places = [file.relative_to(tree).as_posix() for file in files(tree, "verl_mg")]
+    routed = zip(places, modules, strict=True)
+    names = [identifiers(module) for place, module in routed if not any(other in place for other in OTHER_ROUTES)]
     return {
         "verl_mg: files": len(texts),
         "verl_mg: lines": sum(lengths),
