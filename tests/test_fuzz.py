@@ -498,7 +498,7 @@ def for_each(examples: int, *strategies: st.SearchStrategy[Any]) -> Any:
     return decorator
 
 
-@few_or_many(8, 250)
+@few_or_many(5, 250)
 def test_fuzz_of_configurations_ends_well_or_in_one_line(runs, examples):
     @for_each(examples, configurations())
     def _(made):
@@ -508,7 +508,7 @@ def test_fuzz_of_configurations_ends_well_or_in_one_line(runs, examples):
     assert runs.some_of_both(0.15), runs.ends
 
 
-@few_or_many(8, 125)
+@few_or_many(5, 125)
 def test_fuzz_of_data_files_ends_well_or_in_one_line(runs, examples):
     @for_each(examples, data_files())
     def _(made):
@@ -519,7 +519,7 @@ def test_fuzz_of_data_files_ends_well_or_in_one_line(runs, examples):
     assert runs.some_of_both(0.05), runs.ends
 
 
-@few_or_many(4, 95)
+@few_or_many(3, 95)
 def test_fuzz_of_checkpoints_ends_well_or_in_one_line(runs, checkpointed, examples):
     resumed_earlier = []
 
@@ -537,7 +537,7 @@ def test_fuzz_of_checkpoints_ends_well_or_in_one_line(runs, checkpointed, exampl
     assert sum(resumed_earlier) >= examples // 20
 
 
-@few_or_many(4, 30)
+@few_or_many(3, 30)
 def test_fuzz_of_models_ends_well_or_in_one_line(runs, examples):
     @for_each(examples, st.sampled_from(("sft", "grpo")), damages(MODEL, MODEST))  # a billion layers take for ever
     def _(recipe, done):

@@ -209,7 +209,7 @@ except ImportError:
 """
 
 
-@pytest.mark.parametrize("installed", ["checkout", "editable", "wheel"])
+@pytest.mark.parametrize("installed", ["checkout", pytest.param("editable", marks=pytest.mark.nightly), "wheel"])
 def test_recipes_have_one_name_however_the_package_is_installed(installed, tmp_path, request):
     site = source = ROOT
     if installed == "wheel":

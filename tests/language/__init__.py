@@ -20,7 +20,15 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from tests.language.structure import ClassInfo, check_args, check_docstrings, check_fields, check_tests, class_index
+from tests.language.structure import (
+    ClassInfo,
+    check_args,
+    check_docstrings,
+    check_fields,
+    check_tests,
+    class_index,
+    statements,
+)
 from tests.language.words import Violation, banned, check_words
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -61,7 +69,7 @@ def check_text(file: Path, text: str) -> Iterator[Violation]:
 def check_python(file: Path, text: str, classes: Mapping[str, list[ClassInfo]]) -> Iterator[Violation]:
     tree = ast.parse(text)
     if file.parts[:1] == ("tests",):
-        yield from check_tests(file, text, list(ast.walk(tree)))
+        yield from check_tests(file, text, list(statements(tree)))
         return
     nodes = list(ast.walk(tree))
     yield from check_words(file, text, nodes)

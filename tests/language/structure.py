@@ -145,9 +145,15 @@ def _check_missing_args(file: Path, tree: ast.Module, classes: Mapping[str, list
 
 def _check_needless_sections(file: Path, tree: ast.Module) -> Iterator[Violation]:
     of_interfaces = {
-        part for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and _is_interface(node) for part in node.body
+        part
+        for node in statements(tree)
+        if isinstance(node, ast.ClassDef) and _is_interface(node)
+        for part in node.body
+        for node in statements(tree)
+        if isinstance(node, ast.ClassDef) and _is_interface(node)
+        for part in node.body
     }
-    for node in ast.walk(tree):
+    for node in statements(tree):
         if isinstance(node, Function) and node not in of_interfaces:
             section = SECTION.search(ast.get_docstring(node) or "")
             if section:
@@ -276,7 +282,7 @@ def _aliases(node: ast.AST) -> list[ast.alias]:
 def class_index(sources: list[str]) -> dict[str, list[ClassInfo]]:
     classes: dict[str, list[ClassInfo]] = {}
     for source in sources:
-        for node in ast.walk(ast.parse(source)):
+        for node in statements(ast.parse(source)):
             if isinstance(node, ast.ClassDef):
                 methods = {
                     part.name: (tuple(_parameters(part, node)), bool(ast.get_docstring(part)))
@@ -285,3 +291,16 @@ def class_index(sources: list[str]) -> dict[str, list[ClassInfo]]:
                 }
                 classes.setdefault(node.name, []).append(ClassInfo(tuple(_base_names(node)), methods))
     return classes
+
+
+def statements(tree: ast.AST) -> Iterator[ast.stmt]:
+    """Yields the statements of a tree, those of its classes and functions included."""
+    # Nine of ten nodes are parts of expressions.
+    pending = [tree]
+    while pending:
+        node = pending.pop()
+        for blocks in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inner = getattr(node, blocks, ())
+            pending += inner if isinstance(inner, list) else ()
+        if isinstance(node, ast.stmt):
+            yield node
