@@ -116,7 +116,7 @@ class FsdpTrainer(Trainer):
         """Sums the gradients that the backward pass has not summed: of tensor-parallel parts, and of adapters."""
         groups = self.runner.groups
         for names, group in (
-            (self.runner.summed_gradients, groups.tensor_group),
+            (self.runner.summed_gradients, groups.tensor_ranks.group),
             (self.runner.lora.module_parameters if self.runner.lora else frozenset(), groups.group),
         ):
             grads = [local_part(self._with_gradient(self._parameters[n])) for n in sorted(names & self._weights.keys())]
