@@ -1,4 +1,4 @@
-"""What a family of `transformers` defines: a shrunk copy of a model, by its own eager attention, each row alone."""
+"""Reference of a family of `transformers`: a shrunk copy of a model, with its own eager attention, row by row."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from verl_mg.models.transformers_module import module_class, read_module_config
 from verl_mg.sharding.model_table import Head
 
 TOLERANCE = 1e-5  # of float32 outputs, times the largest of them
-ROW_LENGTHS = (LONGEST_ROW // 3, LONGEST_ROW, LONGEST_ROW // 2 - 3)
-"""Tokens of the rows: shorter ones before and after the longest."""
+ROW_LENGTHS = (LONGEST_ROW // 3, LONGEST_ROW, LONGEST_ROW - 2)
+"""Tokens of the rows. The last one crosses, after the longest, nearly every bound that this crosses."""
 TOKENS = (4, 200)
-"""Range of the tokens of rows: special ones, such as those of images, have the first and the last ids."""
+"""Range of the tokens of rows: special ones, such as tokens of images, have the first and the last ids."""
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What a module makes of rows."""
+    """Outputs and gradients of a module over rows."""
 
     outputs: Tensor  # (n,) float32, log-probs or values of the scored tokens of all rows
     gradients: Mapping[str, Tensor]  # by the names of parameters; without those that no token reaches
@@ -51,7 +51,7 @@ class FamilyReference:
     def __init__(self, model_dir: Path, head: Head, longest_row: int, divisor: int = 1) -> None:
         self.where, self._head = str(model_dir / "config.json"), head
         config = read_module_config(model_dir)
-        what = f"{self.where}: a narrow copy of it, with rows that stand for {longest_row} tokens,"
+        what = f"{self.where}: a narrow copy of it, over rows in proportion to {longest_row} tokens,"
         self._with_user_errors = partial(_as_user_error, what)
         with self._with_user_errors():
             self.config = shrink(config, longest_row, divisor).config
@@ -91,7 +91,7 @@ class FamilyReference:
                     for name, parameter in module.named_parameters():
                         if parameter.grad is not None:
                             gradients[name] = gradients.get(name, 0) + parameter.grad
-        if self._head == "value":
+        if self._score.grad is not None:
             gradients[f"{HEAD}.weight"] = self._score.grad
         return Computed(torch.cat(outputs), gradients, joined(hidden))
 
