@@ -26,7 +26,7 @@ from verl_mg import device
 from verl_mg.config import FsdpConfig
 from verl_mg.errors import UserError
 from verl_mg.fsdp.mesh import MeshGroups
-from verl_mg.fsdp.output import LogitScale, read_logit_scale
+from verl_mg.fsdp.output import LogitScale, body_of, read_logit_scale
 from verl_mg.fsdp.packed_rows import NAME as ATTENTION
 from verl_mg.fsdp.packed_rows import PackedRows
 from verl_mg.fsdp.shard_map import ParameterSplit
@@ -52,7 +52,7 @@ class PackedModule(nn.Module):
     def forward(self, micro: MicroBatch[PackedRows], temperature: float, outputs: TokenOutputs = EVERYTHING) -> Tensor:
         """Runs the model: (lines, n) float32 outputs or (1, n) values, the same on all cp and tp ranks."""
         packed = micro.packed
-        body, options = self.module.base_model, {"use_cache": False, "packed": packed}
+        body, options = body_of(self.module), {"use_cache": False, "packed": packed}
         if packed.images is not None:
             hidden = embed_and_run(body, packed.images, **options)
         else:
@@ -122,7 +122,7 @@ def build_module(model_dir: Path, head: Head, dtype: torch.dtype) -> Any:
 
 def logit_scale_of(module: Any, head: Head, model_dir: Path) -> LogitScale | None:
     """Returns what a module does with its logits; None with a value head."""
-    return read_logit_scale(module, str(model_dir / "config.json")) if head == "language" else None
+    return read_logit_scale(module, model_dir) if head == "language" else None
 
 
 def _fill_buffers(part: nn.Module, model: Any) -> None:
@@ -192,7 +192,7 @@ def fit_expert_kernels(module: Any) -> None:
 def shard_over_data(
     packed: PackedModule, groups: MeshGroups, options: FsdpConfig, dtype: torch.dtype, whole: frozenset[str]
 ) -> None:
-    """Shards all parameters but `whole` over the data-parallel ranks, and allocates this rank's part."""
+    """Shards all parameters but `whole` and numbers over the data-parallel ranks, and allocates this rank's part."""
     module, place = packed.module, device.current_device()
     # GPU: weights in host memory are pinned.
     # GPU-TEST: tests/fsdp/test_fake_cuda.py::test_weights_in_host_memory_train_as_those_on_the_device
@@ -208,7 +208,7 @@ def shard_over_data(
         cast_forward_inputs=False,
     )
     sharding = groups.ranks.shape[1]
-    kept = {parameter for name, parameter in module.named_parameters() if name in whole}
+    kept = {parameter for name, parameter in module.named_parameters() if name in whole or not parameter.dim()}
     shared: dict[str, Any] = {
         "mesh": groups.data_mesh,
         "mp_policy": precision,
@@ -241,7 +241,7 @@ def parameter_splits(module: Any, sharding: int, whole: frozenset[str] = frozens
     """Returns how each parameter and buffer is divided: after `shard_tensors`, before `shard_over_data`."""
     splits = {name: ParameterSplit() for name, _ in module.named_buffers()}
     for name, parameter in module.named_parameters():
-        dim = None if name in whole else shard_dim(parameter, sharding)
+        dim = None if name in whole or not parameter.dim() else shard_dim(parameter, sharding)
         splits[name] = ParameterSplit.of(parameter, dim)
     return splits
 

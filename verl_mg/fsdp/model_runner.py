@@ -258,6 +258,9 @@ def output_head(module: Any, scale: LogitScale, table: ModuleTable) -> OutputHea
 def check_module_layout(module: Any, layout: Layout, where: str) -> None:
     """Checks that the parallel sizes divide a module, and that all its layers have context parallelism with cp."""
     config = module.config.get_text_config()
+    if layout.tp > 1 and (numbers := [name for name, parameter in module.named_parameters() if not parameter.dim()]):
+        # Whether a rank's gradient of it is whole or a part depends on where it is used.
+        raise UserError(f"layout {layout}: no tp with {numbers[0]} of {where}, a single number. Leave out tp.")
     heads = config.num_attention_heads
     if heads % (layout.tp * layout.cp):
         raise UserError(
