@@ -18,6 +18,7 @@ from verl_mg import device
 from verl_mg.batch import Batch
 from verl_mg.errors import UserError
 from verl_mg.fsdp.model import HEAD, takes
+from verl_mg.fsdp.output import body_of
 from verl_mg.models.shrunk_config import LONGEST_ROW, shrink
 from verl_mg.models.transformers_module import module_class, read_module_config
 from verl_mg.sharding.model_table import Head
@@ -123,7 +124,7 @@ class FamilyReference:
         options = {"use_cache": False} if takes(module, "use_cache") else {}
         if self._head == "value":
             values: Tensor = (
-                module.base_model(input_ids=ids, **options).last_hidden_state[0, :-1].float() @ self._score[0]
+                body_of(module)(input_ids=ids, **options).last_hidden_state[0, :-1].float() @ self._score[0]
             )
             return values
         logits: Tensor = module(input_ids=ids, **options).logits[0, :-1].float()

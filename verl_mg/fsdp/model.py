@@ -28,7 +28,7 @@ from verl_mg import device
 from verl_mg.config import FsdpConfig
 from verl_mg.errors import UserError
 from verl_mg.fsdp.mesh import MeshGroups, TensorRanks
-from verl_mg.fsdp.output import LogitScale, read_logit_scale
+from verl_mg.fsdp.output import LogitScale, body_of, read_logit_scale
 from verl_mg.fsdp.packed_rows import NAME as ATTENTION
 from verl_mg.fsdp.packed_rows import ModuleCall, PackedRows
 from verl_mg.fsdp.shard_map import ParameterSplit
@@ -66,7 +66,7 @@ class PackedModule(nn.Module):
 
     def _hidden_states(self, call: ModuleCall, packed: PackedRows) -> Tensor:
         """Returns the last hidden states of a call's tokens, (1, t, h)."""
-        body, options = self.module.base_model, dict(call.options)
+        body, options = body_of(self.module), dict(call.options)
         if options:
             options["packed"] = packed
         if takes(body, "use_cache"):
@@ -146,7 +146,7 @@ def recompute_layers(module: Any) -> None:
 
 def logit_scale_of(module: Any, head: Head, model_dir: Path) -> LogitScale | None:
     """Returns what a module does with its logits; None with a value head."""
-    return read_logit_scale(module, str(model_dir / "config.json")) if head == "language" else None
+    return read_logit_scale(module, model_dir) if head == "language" else None
 
 
 def _fill_buffers(part: nn.Module, model: Any) -> None:
@@ -165,6 +165,9 @@ def _fill_buffers(part: nn.Module, model: Any) -> None:
 def check_module_layout(module: Any, layout: Layout, where: str) -> None:
     """Checks that the parallel sizes divide a module."""
     config = module.config.get_text_config()
+    if layout.tp > 1 and (numbers := [name for name, parameter in module.named_parameters() if not parameter.dim()]):
+        # Whether a rank's gradient of it is whole or a part depends on where it is used.
+        raise UserError(f"layout {layout}: no tp with {numbers[0]} of {where}, a single number. Leave out tp.")
     heads = config.num_attention_heads
     if heads % (layout.tp * layout.cp):
         raise UserError(
@@ -235,7 +238,7 @@ def fit_expert_kernels(module: Any) -> None:
 def shard_over_data(
     packed: PackedModule, groups: MeshGroups, options: FsdpConfig, dtype: torch.dtype, whole: frozenset[str]
 ) -> None:
-    """Shards all parameters but `whole` over the data-parallel ranks, and allocates this rank's part."""
+    """Shards all parameters but `whole` and numbers over the data-parallel ranks, and allocates this rank's part."""
     module, place = packed.module, device.current_device()
     # GPU: weights in host memory are pinned.
     # GPU-TEST: tests/fsdp/test_fake_cuda.py::test_weights_in_host_memory_train_as_those_on_the_device
@@ -251,7 +254,7 @@ def shard_over_data(
         cast_forward_inputs=False,
     )
     sharding = groups.ranks.shape[1]
-    kept = {parameter for name, parameter in module.named_parameters() if name in whole}
+    kept = {parameter for name, parameter in module.named_parameters() if name in whole or not parameter.dim()}
     shared: dict[str, Any] = {
         "mesh": groups.data_mesh,
         "mp_policy": precision,
@@ -284,7 +287,7 @@ def parameter_splits(module: Any, sharding: int, whole: frozenset[str] = frozens
     """Returns how each parameter and buffer is divided: after `shard_tensors`, before `shard_over_data`."""
     splits = {name: ParameterSplit() for name, _ in module.named_buffers()}
     for name, parameter in module.named_parameters():
-        dim = None if name in whole else shard_dim(parameter, sharding)
+        dim = None if name in whole or not parameter.dim() else shard_dim(parameter, sharding)
         splits[name] = ParameterSplit.of(parameter, dim)
     return splits
 

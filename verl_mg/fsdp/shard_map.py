@@ -99,7 +99,9 @@ def _local_shard(shard: Shard, split: ParameterSplit, tensor: tuple[int, int], d
     for ranges in product(*map(_with_targets, runs)):
         source: Box = tuple(each for each, _ in ranges)
         target: Box = tuple(each for _, each in ranges)
-        pieces += [_moved(piece, source, target) for piece in shard.pieces if intersect(piece.target, source)]
+        pieces += [
+            _moved(piece, source, target) for piece in shard.pieces if intersect(piece.target, source) is not None
+        ]
     return Shard(shape, tuple(pieces))
 
 
