@@ -80,7 +80,10 @@ def check_module(packed: PackedModule, reader: RowsReader, shard: TokenShard, dt
     """Checks the real module by two short passes; all ranks of the placement call it together."""
     generator = torch.Generator().manual_seed(SEED)
     vocab = packed.module.config.get_text_config().vocab_size
-    row, other = torch.randint(*TOKENS, (2, PROBED), generator=generator) % vocab
+    tokens = torch.arange(*TOKENS) % vocab
+    if reader.packer:
+        tokens = tokens[~reader.packer.of_images(tokens)]
+    row, other = tokens[torch.randint(len(tokens), (2, PROBED), generator=generator)]
     begun = torch.cat([row[: PROBED // 2], other[PROBED // 2 :]])
     outputs = []
     for tokens in (torch.cat([row, begun, row]), row):  # PROBED_ROWS
