@@ -18,6 +18,7 @@ LAYOUTS = [
     ("mixture", "tp2-dp2", 1, False),
     ("capped", "cp2-dp2", 1, False),
     ("sinks", "cp2-dp2", 1, False),
+    ("linear", "dp2", 1, True),
 ]
 NIGHTLY_LAYOUTS = [
     ("dense", "dp4", 1, True),
@@ -35,6 +36,9 @@ NIGHTLY_LAYOUTS = [
     ("sinks", "dp4", 2, False),
     ("latent", "dp4", 1, False),
     ("latent", "cp2-dp2", 1, False),
+    ("linear", "tp2-dp2", 1, False),
+    ("linear dense", "dp4", 2, True),
+    ("sparse", "dp2", 1, True),
 ]
 LAYERS = 3
 """Enough for a layer that is neither the first nor the last one: a mesh has no stages."""

@@ -10,12 +10,14 @@ Collectives between ranks that share tokens or tensors have gradients; without a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -25,12 +27,13 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from verl_mg import device
 from verl_mg.config import FsdpConfig
 from verl_mg.errors import UserError
-from verl_mg.fsdp.mesh import MeshGroups
+from verl_mg.fsdp.mesh import MeshGroups, TensorRanks
 from verl_mg.fsdp.output import LogitScale, body_of, read_logit_scale
 from verl_mg.fsdp.packed_rows import NAME as ATTENTION
-from verl_mg.fsdp.packed_rows import PackedRows
+from verl_mg.fsdp.packed_rows import ModuleCall, PackedRows
 from verl_mg.fsdp.shard_map import ParameterSplit
 from verl_mg.fsdp.vision import embed_and_run, marks_images
+from verl_mg.layout import Layout
 from verl_mg.models.transformers_module import has_images, meta_module, read_module_config
 from verl_mg.sharding.model_table import Head
 from verl_mg.training.logprobs import EVERYTHING, OutputLayer, TokenOutputs, VocabularyShard
@@ -45,26 +48,33 @@ PARTIAL = "replicated_with_grad_allreduce"
 class PackedModule(nn.Module):
     """Model that returns log-probabilities or values of packed rows; logits are never materialized whole."""
 
-    def __init__(self, module: Any, groups: MeshGroups, logit_scale: LogitScale | None) -> None:
+    def __init__(self, module: Any, logit_scale: LogitScale | None, ranks: TensorRanks) -> None:
         super().__init__()
-        self.module, self._groups, self._logit_scale = module, groups, logit_scale
+        self.module, self._logit_scale, self._ranks = module, logit_scale, ranks
 
     def forward(self, micro: MicroBatch[PackedRows], temperature: float, outputs: TokenOutputs = EVERYTHING) -> Tensor:
         """Runs the model: (lines, n) float32 outputs or (1, n) values, the same on all cp and tp ranks."""
-        packed = micro.packed
-        body, options = body_of(self.module), {"use_cache": False, "packed": packed}
-        if packed.images is not None:
-            hidden = embed_and_run(body, packed.images, **options)
-        else:
-            hidden = body(input_ids=micro.input_ids, position_ids=packed.position_ids, **options).last_hidden_state
-        states = hidden[0][micro.hidden_index]
+        hidden = torch.cat([self._hidden_states(call, micro.packed)[0] for call in micro.packed.calls])
+        states = hidden[micro.hidden_index]
         if self._logit_scale is None:
             local = (states.float() @ getattr(self.module, HEAD).weight.float().T).T
         else:
             local = self._logprobs(states, micro, temperature, self._logit_scale, outputs)
         whole = local.new_zeros(len(local), len(micro.token_index)).index_copy(1, micro.local_index, local)
         # Each rank has the gradients of all n tokens and uses only the gradients of its tokens: each is counted once.
-        return sum_values(whole, packed.cp_group)
+        return sum_values(whole, micro.packed.cp_group)
+
+    def _hidden_states(self, call: ModuleCall, packed: PackedRows) -> Tensor:
+        """Returns the last hidden states of a call's tokens, (1, t, h)."""
+        body, options = body_of(self.module), dict(call.options)
+        if options:
+            options["packed"] = packed
+        if takes(body, "use_cache"):
+            options["use_cache"] = False
+        if call.images is not None:
+            return embed_and_run(body, call.images, **options)
+        hidden: Tensor = body(input_ids=call.input_ids, **options).last_hidden_state
+        return hidden
 
     def _logprobs(
         self,
@@ -74,7 +84,7 @@ class PackedModule(nn.Module):
         scale: LogitScale,
         outputs: TokenOutputs,
     ) -> Tensor:
-        group = self._groups.tensor_group
+        group = self._ranks.group
         weight = sum_gradients(self.module.get_output_embeddings().weight, group)
         # FSDP gathers the layer whole; a tensor-parallel rank multiplies a part of its rows, and gives their gradients.
         shard = self.vocabulary_shard(len(weight))
@@ -85,26 +95,30 @@ class PackedModule(nn.Module):
 
     def vocabulary_shard(self, vocab: int) -> VocabularyShard:
         """Returns the part of a vocabulary whose logits this tensor-parallel rank computes."""
-        rows = -(-vocab // self._groups.layout.tp)
-        first = min(self._groups.coordinates.tp * rows, vocab)
-        return VocabularyShard(first, min(rows, vocab - first), self._groups.tensor_group)
+        rows = -(-vocab // self._ranks.count)
+        first = min(self._ranks.index * rows, vocab)
+        return VocabularyShard(first, min(rows, vocab - first), self._ranks.group)
 
 
-def build_module(model_dir: Path, head: Head, dtype: torch.dtype) -> Any:
-    """Builds the module without memory for its parameters."""
-    config = read_module_config(model_dir)
-    config._attn_implementation = {"text_config": ATTENTION} if has_images(config) else ATTENTION
+def takes(body: nn.Module, argument: str) -> bool:
+    """Returns whether a module's `forward` has an argument of a name."""
+    parameters = signature(body.forward).parameters
+    return argument in parameters or any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+
+
+def build_module(model_dir: Path, head: Head, dtype: torch.dtype, is_packed: bool = True) -> Any:
+    """Builds the module of a model directory without memory for its parameters, see `module_of`."""
+    return module_of(read_module_config(model_dir), model_dir, head, dtype, is_packed)
+
+
+def module_of(config: Any, model_dir: Path, head: Head, dtype: torch.dtype, is_packed: bool) -> Any:
+    """Builds the module of a configuration without memory for its parameters.
+
+    With attention over packed rows, or the family's own; it computes without dropout and without random choices.
+    """
+    if is_packed:
+        config._attn_implementation = {"text_config": ATTENTION} if has_images(config) else ATTENTION
     module: Any = meta_module(config, model_dir, dtype)
-    if getattr(config.get_text_config(), "index_topk", None):
-        raise UserError(
-            f"{model_dir / 'config.json'}: it has sparse attention. Use backend: megatron, or another model."
-        )
-    if "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
-        # Without flash-linear-attention transformers does not read where rows begin; with it, nothing was tested.
-        raise UserError(
-            f"{model_dir / 'config.json'}: it has linear attention, whose state would go from one packed row to the "
-            "next. Use backend: megatron, or another model."
-        )
     if has_images(config) and marks_images(module.base_model):
         # Tokens of an image attend to each other: by transformers' masks of all pairs of tokens.
         module.set_attn_implementation("sdpa")
@@ -117,7 +131,17 @@ def build_module(model_dir: Path, head: Head, dtype: torch.dtype) -> Any:
         hidden = module.config.get_text_config().hidden_size
         setattr(module, HEAD, nn.Linear(hidden, 1, bias=False, dtype=dtype, device="meta"))
     _fill_buffers(module, module)
-    return module.train()
+    # Two passes over the same rows are to be the same: some families drop elements, or draw experts, in training.
+    return module.eval()
+
+
+def recompute_layers(module: Any) -> None:
+    """Makes the backward pass compute each layer again, so that nothing of it is kept but its inputs."""
+    within: set[nn.Module] = set()
+    for block in sharded_blocks(module):
+        if block not in within:  # what is in a layer is computed again with it
+            checkpoint(block)
+            within.update(block.modules())
 
 
 def logit_scale_of(module: Any, head: Head, model_dir: Path) -> LogitScale | None:
@@ -136,6 +160,28 @@ def _fill_buffers(part: nn.Module, model: Any) -> None:
             model._init_weights(part)  # its parameters have no memory yet
     for child in part.children():
         _fill_buffers(child, model)
+
+
+def check_module_layout(module: Any, layout: Layout, where: str) -> None:
+    """Checks that the parallel sizes divide a module."""
+    config = module.config.get_text_config()
+    if layout.tp > 1 and (numbers := [name for name, parameter in module.named_parameters() if not parameter.dim()]):
+        # Whether a rank's gradient of it is whole or a part depends on where it is used.
+        raise UserError(f"layout {layout}: no tp with {numbers[0]} of {where}, a single number. Leave out tp.")
+    heads = config.num_attention_heads
+    if heads % (layout.tp * layout.cp):
+        raise UserError(
+            f"layout {layout}: tp{layout.tp} * cp{layout.cp} does not divide the {heads} attention heads of "
+            f"{where}. Choose divisors."
+        )
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if kv_heads % layout.tp:
+        raise UserError(
+            f"layout {layout}: tp{layout.tp} does not divide the {kv_heads} key-value heads of {where}. "
+            "Choose a divisor."
+        )
+    if layout.cp > 1 and has_images(module.config) and marks_images(module.base_model):
+        raise UserError(f"layout {layout}: no cp with images that attend to themselves, of {where}. Leave out cp.")
 
 
 def tensor_plan(module: Any, where: str) -> dict[str, str]:

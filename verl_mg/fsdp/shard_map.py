@@ -48,6 +48,13 @@ class ParameterSplit:
         dims = {None: None, 0: 0, 1: 2, 2: 1}
         return ParameterSplit(dims[self.tensor_dim], self.parts, dims[self.dim])
 
+    def part(self, whole: Tensor, index: int, count: int) -> Tensor:
+        """Returns the part of a whole parameter on a tensor-parallel rank."""
+        if self.tensor_dim is None:
+            return whole
+        parts = whole.chunk(self.parts, self.tensor_dim)
+        return torch.cat([part.chunk(count, self.tensor_dim)[index] for part in parts], self.tensor_dim)
+
     def first_part(self, shape: Sequence[int], sharding: int, tp: int) -> tuple[int, ...]:
         """Returns the shape of the part on the first rank, to which FSDP pads all other ranks' parts."""
         sizes = list(shape)

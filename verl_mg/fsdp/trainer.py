@@ -33,7 +33,7 @@ class FsdpTrainer(Trainer):
 
         zero     gradients are freed
         run      FSDP sums gradients over the data mesh in float32, without dividing
-        sum      `_complete_gradients` adds what FSDP does not: norms of heads over tp, adapters and numbers over all ranks
+        sum      `_complete_gradients` adds what FSDP does not: norms of heads over tp, else whole parameters
         step     one norm of all parts, each element counted once; clip; AdamW on this rank's parts
     """
 
@@ -118,7 +118,7 @@ class FsdpTrainer(Trainer):
         whole = frozenset(name for name, parameter in self._parameters.items() if not parameter.dim())
         whole |= adapters.module_parameters if adapters else frozenset()
         for names, group in (
-            (self.runner.summed_gradients, groups.tensor_group),
+            (self.runner.summed_gradients, groups.tensor_ranks.group),
             (whole, groups.group),
         ):
             grads = [local_part(self._with_gradient(self._parameters[n])) for n in sorted(names & self._weights.keys())]
