@@ -210,7 +210,8 @@ def run_check(family: str, check: str, folder: str, environment: dict[str, str])
     path, log = Path(folder), os.open(f"{folder}/{check}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(environment)
+    # One thread for each rank: `World` divides the cores by the ranks.
+    os.environ.update({"LOCAL_WORLD_SIZE": str(os.cpu_count())} | environment)
     torch.set_num_threads(1)
     try:
         outcome = make_model(family, path / "model") if check == "build" else CHECKS[check](path / "model")

@@ -10,6 +10,7 @@ Collectives between ranks that share tokens or tensors have gradients; without a
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from inspect import Parameter, signature
 from pathlib import Path
@@ -138,11 +139,8 @@ def module_of(config: Any, model_dir: Path, head: Head, dtype: torch.dtype, is_p
 
 def recompute_layers(module: Any) -> None:
     """Makes the backward pass compute each layer again, so that nothing of it is kept but its inputs."""
-    within: set[nn.Module] = set()
     for block in sharded_blocks(module):
-        if block not in within:  # what is in a layer is computed again with it
-            checkpoint(block)
-            within.update(block.modules())
+        checkpoint(block)
 
 
 def logit_scale_of(module: Any, head: Head, model_dir: Path) -> LogitScale | None:
@@ -323,10 +321,16 @@ def local_part(parameter: Tensor) -> Tensor:
 
 def sharded_blocks(module: Any) -> Iterator[nn.Module]:
     """Yields the layers, each of which is gathered by itself; all other parameters are gathered together."""
-    names = set(module._no_split_modules or ())
+    names, within = set(module._no_split_modules or ()), set[nn.Module]()
+    blocks = []
     for child in module.modules():
-        if type(child).__name__ in names and any(True for _ in child.parameters()):
-            yield child
+        # What is in a layer is gathered with it.
+        if child not in within and type(child).__name__ in names and any(True for _ in child.parameters()):
+            blocks.append(child)
+            within.update(child.modules())
+    uses = Counter(parameter for block in blocks for parameter in set(block.parameters()))
+    # A parameter that layers share (Zamba) has to be there for all of them.
+    yield from (block for block in blocks if all(uses[parameter] == 1 for parameter in block.parameters()))
 
 
 class _SumForward(torch.autograd.Function):
