@@ -12,7 +12,6 @@ from verl_mg.config import FsdpConfig
 from verl_mg.layout import Layout
 
 LAYOUTS = [
-    ("dense", "dp2", 1, False),
     ("dense", "cp2-dp2", 1, True),
     ("mixture", "dp4", 2, False),
     ("mixture", "tp2-dp2", 1, False),
@@ -21,6 +20,7 @@ LAYOUTS = [
     ("linear", "dp2", 1, True),
 ]
 NIGHTLY_LAYOUTS = [
+    ("dense", "dp2", 1, False),
     ("dense", "dp4", 1, True),
     ("dense", "dp4", 2, False),
     ("dense", "tp2-dp2", 1, False),

@@ -1,9 +1,9 @@
 """Proof that a family of `transformers` is computed right: nothing is believed because of a name.
 
-shrunk copy, float32    rows packed, else each by itself: log-probs and gradients of every parameter equal those of
-                        the family's eager attention over each row alone; then tp and cp ranks equal one rank
+shrunk copy, float32    rows packed, else one call for each: log-probs and gradients of all parameters equal the
+                        family's eager attention over each row; then tp and cp ranks equal one rank
 real module, its type   rows a b a packed, where b begins as a: both a have the same log-probs, b has them until it
-                        differs, and so has a by itself; every layer's attention has read where the rows begin
+                        differs, and so has a single row a; every layer's attention has read where the rows begin
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from verl_mg.training.microbatch import TokenShard
 from verl_mg.training.model_spec import ModelSpec
 
 GRADIENT_TOLERANCE, SMALL = 1e-4, 1e-6
-"""Of the gradient of a parameter, times its largest element; and times the largest element of all gradients."""
+"""Factors of the largest element of a parameter's gradient, and of all gradients."""
 PROBED = 21  # tokens of each of the rows that the real module is given
 MEAN_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""Of the mean difference of its outputs, times their mean, by the type in which it computes."""
+"""Factors of the mean of the real module's outputs, for their mean difference, by the type in which it computes."""
 
 
 class Form(NamedTuple):
-    """How a module computes rows."""
+    """Form in which a module computes rows."""
 
-    is_packed: bool  # all rows of a micro-batch in one call; otherwise each in a call of its own
+    is_packed: bool  # whether all rows of a micro-batch are in one call of the module; otherwise each is in another
     reason: str = ""  # why they are not packed
 
     def check(self, layout: Layout, where: str) -> None:
@@ -65,7 +65,7 @@ class Form(NamedTuple):
 
 
 def needs_proof(table: ModuleTable) -> bool:
-    """Returns whether only a check tells whether a family computes packed rows."""
+    """Returns whether a family has to be checked: it has no table, or layers with a state or selected keys."""
     known = table.builtin
     return known is None or known.config.linear is not None or known.config.indexer is not None
 
@@ -109,7 +109,7 @@ def check_module(packed: PackedModule, reader: RowsReader, shard: TokenShard, dt
 
 
 class DifferenceError(Exception):
-    """What a module computes is not what its family defines; the message says where and by how much."""
+    """Difference between a module and what its family defines; the message says where it is and how large."""
 
 
 class FamilyChecks:
@@ -125,13 +125,13 @@ class FamilyChecks:
         """
         key = spec.path, spec.head, groups.placement
         if key not in self._forms:
-            found: tuple[Form | None, str] = None, ""
+            computed: tuple[Form | None, str] = None, ""
             if groups.is_member:
                 try:
-                    found = self._check(spec, groups), ""
+                    computed = self._check(spec, groups), ""
                 except UserError as error:
-                    found = None, str(error)
-            every = [(Form(*form) if form else None, error) for form, error in all_gather_json(found)]
+                    computed = None, str(error)
+            every = [(Form(*form) if form else None, error) for form, error in all_gather_json(computed)]
             if errors := [error for _, error in every if error]:
                 raise UserError(errors[0])
             # Packed only where it is right on all ranks, which may have different devices.
@@ -163,7 +163,7 @@ class FamilyCheck:
     def form(self) -> Form:
         """Returns the form in which one rank computes rows as the family defines them; UserError if none does."""
         self._reference.check()
-        reasons = []
+        reasons: list[str] = []
         for is_packed in (True, False):
             try:
                 self._compare(is_packed, None)
@@ -202,17 +202,17 @@ class FamilyCheck:
             splits = parameter_splits(module, 1)
             _load(module, self._reference.weights, splits, ranks)
             fit_expert_kernels(module)
-            found = self._computed(PackedModule(module, scale, ranks), is_packed, shard)
+            computed = self._computed(PackedModule(module, scale, ranks), is_packed, shard)
         except UserError:
             raise
         except Exception as error:  # of any kind: it is the code of any family
             raise DifferenceError(one_line(error)) from error
-        for name, gradient in found.gradients.items():
+        for name, gradient in computed.gradients.items():
             if name in summed:
                 dist.all_reduce(gradient, group=ranks.group)
             if shard.group is not None:
                 dist.all_reduce(gradient, group=shard.group)
-        self._check_equal(found, splits, ranks)
+        self._check_equal(computed, splits, ranks)
 
     def _computed(self, packed: PackedModule, is_packed: bool, shard: TokenShard) -> Computed:
         place, reader = device.current_device(), RowsReader(1, is_packed)
@@ -228,13 +228,13 @@ class FamilyCheck:
         gradients = {name: local_part(p.grad if p.grad is not None else torch.zeros_like(p)) for name, p in named}
         return Computed(torch.cat(outputs), gradients, joined(hidden))
 
-    def _check_equal(self, found: Computed, splits: Mapping[str, ParameterSplit], ranks: TensorRanks) -> None:
+    def _check_equal(self, computed: Computed, splits: Mapping[str, ParameterSplit], ranks: TensorRanks) -> None:
         expected = self._reference.computed
-        error = _largest(found.outputs - expected.outputs)
+        error = _largest(computed.outputs - expected.outputs)
         if not error <= TOLERANCE * max(1.0, _largest(expected.outputs)):  # NaN is an error too
-            raise DifferenceError(f"{_first_difference(found, expected)} differs, outputs by {error:.2g} nats")
+            raise DifferenceError(f"{_first_difference(computed, expected)} differs, outputs by {error:.2g} nats")
         smallest = SMALL * max(map(_largest, expected.gradients.values()))
-        for name, gradient in found.gradients.items():
+        for name, gradient in computed.gradients.items():
             whole = expected.gradients.get(name)
             wanted = torch.zeros_like(gradient) if whole is None else splits[name].part(whole, ranks.index, ranks.count)
             error, size = (
@@ -263,9 +263,9 @@ def _load(module: Any, weights: Mapping[str, Tensor], splits: Mapping[str, Param
             local_part(tensor).copy_(splits[name].part(weights[name], ranks.index, ranks.count))
 
 
-def _first_difference(found: Computed, expected: Computed) -> str:
+def _first_difference(computed: Computed, expected: Computed) -> str:
     """Returns the name of the first part of a module whose output differs."""
-    for name, values in found.hidden.items():
+    for name, values in computed.hidden.items():
         wanted = expected.hidden.get(name)
         if wanted is None or wanted.shape != values.shape or isinstance(values, DTensor):
             continue

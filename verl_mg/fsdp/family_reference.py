@@ -1,4 +1,4 @@
-"""What a family of `transformers` defines: a shrunk copy of a model, by its own eager attention, each row alone."""
+"""Reference of a family of `transformers`: a shrunk copy of a model, with its own eager attention, row by row."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from verl_mg import device
 from verl_mg.batch import Batch
 from verl_mg.errors import UserError
 from verl_mg.fsdp.model import HEAD, takes
+from verl_mg.fsdp.output import body_of
 from verl_mg.models.shrunk_config import LONGEST_ROW, shrink
 from verl_mg.models.transformers_module import module_class, read_module_config
 from verl_mg.sharding.model_table import Head
 
 TOLERANCE = 1e-5  # of float32 outputs, times the largest of them
-ROW_LENGTHS = (LONGEST_ROW // 3, LONGEST_ROW, LONGEST_ROW // 2 - 3)
-"""Tokens of the rows: shorter ones before and after the longest."""
+ROW_LENGTHS = (LONGEST_ROW // 3, LONGEST_ROW, LONGEST_ROW - 2)
+"""Tokens of the rows. The last one crosses, after the longest, nearly every bound that this crosses."""
 TOKENS = (4, 200)
-"""Range of the tokens of rows: special ones, such as those of images, have the first and the last ids."""
+"""Range of the tokens of rows: special ones, such as tokens of images, have the first and the last ids."""
 SEED = 0
 
 
 @dataclass(frozen=True)
 class Computed:
-    """What a module makes of rows."""
+    """Outputs and gradients of a module over rows."""
 
     outputs: Tensor  # (n,) float32, log-probs or values of the scored tokens of all rows
     gradients: Mapping[str, Tensor]  # by the names of parameters; without those that no token reaches
@@ -51,7 +52,7 @@ class FamilyReference:
     def __init__(self, model_dir: Path, head: Head, longest_row: int, divisor: int = 1) -> None:
         self.where, self._head = str(model_dir / "config.json"), head
         config = read_module_config(model_dir)
-        what = f"{self.where}: a narrow copy of it, with rows that stand for {longest_row} tokens,"
+        what = f"{self.where}: a narrow copy of it, over rows in proportion to {longest_row} tokens,"
         self._with_user_errors = partial(_as_user_error, what)
         with self._with_user_errors():
             self.config = shrink(config, longest_row, divisor).config
@@ -91,7 +92,7 @@ class FamilyReference:
                     for name, parameter in module.named_parameters():
                         if parameter.grad is not None:
                             gradients[name] = gradients.get(name, 0) + parameter.grad
-        if self._head == "value":
+        if self._score.grad is not None:
             gradients[f"{HEAD}.weight"] = self._score.grad
         return Computed(torch.cat(outputs), gradients, joined(hidden))
 
@@ -123,7 +124,7 @@ class FamilyReference:
         options = {"use_cache": False} if takes(module, "use_cache") else {}
         if self._head == "value":
             values: Tensor = (
-                module.base_model(input_ids=ids, **options).last_hidden_state[0, :-1].float() @ self._score[0]
+                body_of(module)(input_ids=ids, **options).last_hidden_state[0, :-1].float() @ self._score[0]
             )
             return values
         logits: Tensor = module(input_ids=ids, **options).logits[0, :-1].float()

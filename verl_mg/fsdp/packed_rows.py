@@ -38,7 +38,7 @@ class ModuleCall:
     """Arguments of one call of the module."""
 
     input_ids: Tensor  # (1, t) int64
-    options: Mapping[str, Any]  # what tells a module where packed rows begin; none for a row by itself
+    options: Mapping[str, Any]  # arguments by which a module knows where packed rows begin; none for a single row
     images: PackedImages | None  # images of the rows, for a vision-language module
 
 
@@ -51,7 +51,7 @@ class PackedRows(Sequences):
     cu_seqlens_q: Tensor  # (n + 1,) int32, where each sequence begins, and the end
     # Ranks that share the micro-batch; None: only this one.
     cp_group: dist.ProcessGroup | None
-    # Calls whose outputs, one after another, begin with those of this rank's tokens.
+    # Their outputs, one after another, begin with the outputs of this rank's tokens.
     calls: tuple[ModuleCall, ...] = ()
     # Modules whose attention has read this description.
     attended: set[nn.Module] = field(default_factory=set)
@@ -61,7 +61,7 @@ class PackedRows(Sequences):
         self.max_seqlen_q = self.max_seqlen_kv = int(self.lengths.max())
 
     def options(self) -> dict[str, Any]:
-        """Returns the arguments besides this description that tell where rows begin, to layers with a state too."""
+        """Returns the further arguments by which layers, also with a state, know where rows begin."""
         options: dict[str, Any] = {"position_ids": self.position_ids}
         if self.cp_group is None:
             numbers = torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
