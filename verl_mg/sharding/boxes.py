@@ -163,6 +163,9 @@ def contiguous_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[
 
     Elements 2:9 of a tensor (3, 4) are the end of row 0, row 1 and the start of row 2.
     """
+    if not shape:  # a scalar, whose box has no dimension
+        yield from [()] * (stop - start)
+        return
     inner = math.prod(shape[1:])
     while start < stop:
         row, within = divmod(start, inner)
