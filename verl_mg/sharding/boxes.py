@@ -35,6 +35,7 @@ Box = tuple[tuple[int, int], ...]
 """Half-open ranges, one for each dimension: ((0, 4), (8, 16)) is rows 0 to 3 of columns 8 to 15."""
 Order = tuple[int, ...]
 """Dimensions of a parameter in the order in which its shard has them; () where that is the parameter's own order."""
+FEW_BOXES = 16  # boxes up to which looking at each is faster than an index of them
 BlockSize = tuple[int, int]  # rows and columns of the blocks of a matrix, of which each has a scale
 
 
@@ -190,36 +191,38 @@ def uncovered(box: Box, overlaps: Sequence[Box]) -> list[Box]:
 
 
 class BoxIndex:
-    """Boxes of one tensor, found by the elements that they have in common with another box.
+    """Boxes of one tensor, found by the place of another box.
 
-    Boxes with the same range of the first dimension are together, in an index of the other dimensions. Disjoint boxes
-    are thus found in the logarithm of their number, and boxes of a table are ranges of rows, or of rows and columns.
+    Boxes with the same range of the first dimension are together, in an index of the other dimensions where they are
+    many. Those of a table are ranges of rows, or of rows and columns, and are found in the logarithm of their number.
     """
 
     def __init__(self, boxes: Sequence[Box], numbers: Sequence[int] | None = None, axis: int = 0) -> None:
         numbers = range(len(boxes)) if numbers is None else numbers
-        self._axis = axis
-        # A box without dimensions, of a scalar, has one element: all boxes of the tensor are the same then.
-        self._last = axis == len(boxes[0]) if boxes else True
-        self._numbers = numbers if self._last else ()
+        self._axis, dims = axis, len(boxes[0]) if boxes else 0
+        self._scalars = numbers if not dims else ()  # boxes without a dimension, which are all the same
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for number in () if self._last else numbers:
+        for number in numbers if dims else ():
             groups[boxes[number][axis]].append(number)
         self._ranges = sorted(groups)
         # Stops do not rise with starts where ranges are nested: the search goes back until all stops are too low.
         self._highest = list(accumulate((stop for _, stop in self._ranges), max))
-        self._inner = [BoxIndex(boxes, groups[at], axis + 1) for at in self._ranges]
+        self._inner: list[Sequence[int] | BoxIndex] = [
+            group if len(group := groups[at]) <= FEW_BOXES or axis + 1 == dims else BoxIndex(boxes, group, axis + 1)
+            for at in self._ranges
+        ]
 
-    def overlapping(self, box: Box) -> Iterator[int]:
-        """Yields the numbers of the boxes that have elements in common with this one."""
-        if self._last:
-            yield from self._numbers
+    def candidates(self, box: Box) -> Iterator[int]:
+        """Yields the numbers of boxes that may have elements in common with this one, all that have some among them."""
+        if self._scalars:
+            yield from self._scalars
             return
         start, stop = box[self._axis]
         number = bisect_left(self._ranges, (stop, -1)) - 1
         while number >= 0 and self._highest[number] > start:
-            if self._ranges[number][1] > start and self._ranges[number][0] < stop:
-                yield from self._inner[number].overlapping(box)
+            if self._ranges[number][1] > start:
+                inner = self._inner[number]
+                yield from inner.candidates(box) if isinstance(inner, BoxIndex) else inner
             number -= 1
 
 
@@ -265,7 +268,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
         return None
     index = BoxIndex(boxes)
     for number, box in enumerate(boxes):
-        for other in index.overlapping(box):
-            if other != number:
+        for other in index.candidates(box):
+            if other != number and intersect(box, boxes[other]) is not None:
                 return box, boxes[other]
     return None

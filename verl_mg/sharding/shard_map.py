@@ -32,11 +32,10 @@ from functools import cached_property
 from typing import Protocol, overload
 
 from verl_mg.models.tensor_index import TensorEntry, TensorIndex, TensorInfo
-from verl_mg.sharding.boxes import Box, BoxIndex, Order, Piece, Shard, check_shard, intersect
+from verl_mg.sharding.boxes import FEW_BOXES, Box, BoxIndex, Order, Piece, Shard, check_shard, intersect
 from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamRow
 
 Ranks = tuple[int, ...]
-FEW_BOXES = 16  # boxes of a tensor up to which looking at each is faster than an index of them
 KEPT_TENSORS = 2**14
 """Tensors whose replicas a shard map keeps, because plans look them up several times; the bound limits its memory."""
 
@@ -94,7 +93,7 @@ class Replicas(Sequence[BoxReplicas]):
 
     def overlaps(self, box: Box) -> Iterator[tuple[BoxReplicas, Box]]:
         """Yields the replicas with elements in a box, and the box of these elements."""
-        found = self._index.overlapping(box) if len(self._items) > FEW_BOXES else range(len(self._items))
+        found = self._index.candidates(box) if len(self._items) > FEW_BOXES else range(len(self._items))
         for number in found:
             if (common := intersect(self._items[number].box, box)) is not None:
                 yield self._items[number], common
