@@ -90,7 +90,7 @@ class FsdpTrainer(Trainer):
             kinds = {WEIGHTS: weight.detach(), **{k: self.optimizer.state.get(weight, {}).get(k) for k in MOMENTS}}
             for namespace, values in kinds.items():
                 if values is not None:
-                    values = self.runner.as_described(name, values)
+                    values = shards[name].described(values)
                     yield from stored_boxes(namespace, shards[name], values, full_box(tuple(values.shape)))
 
     def _use_restored_weights(self) -> None:
