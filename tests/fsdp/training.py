@@ -41,7 +41,8 @@ def train(
 
     def seen() -> float:
         gradient = trainer._with_gradient
-        named = {n: runner.as_described(n, local_part(gradient(p))) for n, p in trainer._parameters.items()}
+        shards = runner.trained_shards()
+        named = {n: shards[n].described(local_part(gradient(p))) for n, p in trainer._parameters.items()}
         parts = [] if gradients else parts_of(runner, named)
         gradients.extend(
             part for part in parts if INDEXER not in part[0]

@@ -97,13 +97,12 @@ def compare_rows(model: Path) -> Outcome:
     from verl_mg.distributed.world import World
 
     World.join()
-    form, found = backend_logprobs(model, size)
+    form, reason, found = backend_logprobs(model, size)
     if rank:
         return Outcome(form)
-    worst, row = max(
-        (float((a - b).abs().max()), n) for n, (a, b) in enumerate(zip(found, own_logprobs(model), strict=True))
-    )
-    detail = f"{worst:.1e} nats in row {row} of {ROWS[row]} tokens"
+    pairs = enumerate(zip(found, own_logprobs(model), strict=True))
+    worst, row = max((float((a - b).abs().max()), number) for number, (a, b) in pairs)
+    detail = f"{worst:.1e} nats in row {row} of {ROWS[row]} tokens{f'; packed: {reason}' if reason else ''}"
     return Outcome(form if worst <= TOLERANCE else "different", detail)
 
 
@@ -127,7 +126,7 @@ def own_logprobs(model: Path) -> list[Tensor]:
     return result
 
 
-def backend_logprobs(model: Path, tp: int) -> tuple[str, list[Tensor]]:
+def backend_logprobs(model: Path, tp: int) -> tuple[str, str, list[Tensor]]:
     """Form of the rows, and the same log-probs, by the backend fsdp."""
     from verl_mg.batch import Batch
     from verl_mg.fsdp.mesh import MeshGroups
@@ -136,20 +135,19 @@ def backend_logprobs(model: Path, tp: int) -> tuple[str, list[Tensor]]:
     from verl_mg.training.model_spec import ModelSpec
 
     layout = Placement.on(Layout.parse(f"tp{tp}"), tp)
-    runner = FsdpRunner(ModelSpec(model, torch.float32), MeshGroups(layout))
+    runner = FsdpRunner(ModelSpec(model, torch.float32, longest_row=max(ROWS)), MeshGroups(layout))
     rows = rows_of(model)
     batch = Batch(torch.tensor(ROWS), {"tokens": torch.cat(rows)})
     batch["loss_mask"] = batch.positions >= 1
-    form = "packed"
-    micro_batches = [batch] if form == "packed" else [batch.select([row]) for row in range(len(rows))]
+    form = "packed" if runner._form.is_packed else "unpacked"
 
     def report(_: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return output.sum(), {"output": output.detach().clone()}
 
     with torch.no_grad():
-        reports = runner.run(micro_batches, 1.0, report, forward_only=True)
+        reports = runner.run([batch], 1.0, report, forward_only=True)
     outputs = torch.cat([each["output"] for each in reports], dim=1)[0]
-    return form, list(outputs.split([length - 1 for length in ROWS]))
+    return form, runner._form.reason, list(outputs.split([length - 1 for length in ROWS]))
 
 
 def train(model: Path, *overrides: str) -> Outcome:
@@ -212,7 +210,8 @@ def run_check(family: str, check: str, folder: str, environment: dict[str, str])
     path, log = Path(folder), os.open(f"{folder}/{check}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(environment)
+    # One thread for each rank: `World` divides the cores by the ranks.
+    os.environ.update({"LOCAL_WORLD_SIZE": str(os.cpu_count())} | environment)
     torch.set_num_threads(1)
     try:
         outcome = make_model(family, path / "model") if check == "build" else CHECKS[check](path / "model")

@@ -9,6 +9,8 @@ Collectives between ranks that share tokens or tensors have gradients; without a
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from inspect import Parameter, signature
 from pathlib import Path
@@ -130,18 +132,15 @@ def module_of(config: Any, model_dir: Path, head: Head, dtype: torch.dtype, is_p
                 module._modules[name] = None
         hidden = module.config.get_text_config().hidden_size
         setattr(module, HEAD, nn.Linear(hidden, 1, bias=False, dtype=dtype, device="meta"))
-    _fill_buffers(module, module)
+    _fill_buffers(module, str(model_dir / "config.json"))
     # Two passes over the same rows are to be the same: some families drop elements, or draw experts, in training.
     return module.eval()
 
 
 def recompute_layers(module: Any) -> None:
     """Makes the backward pass compute each layer again, so that nothing of it is kept but its inputs."""
-    within: set[nn.Module] = set()
     for block in sharded_blocks(module):
-        if block not in within:  # what is in a layer is computed again with it
-            checkpoint(block)
-            within.update(block.modules())
+        checkpoint(block)
 
 
 def logit_scale_of(module: Any, head: Head, model_dir: Path) -> LogitScale | None:
@@ -149,17 +148,32 @@ def logit_scale_of(module: Any, head: Head, model_dir: Path) -> LogitScale | Non
     return read_logit_scale(module, model_dir) if head == "language" else None
 
 
-def _fill_buffers(part: nn.Module, model: Any) -> None:
+def _fill_buffers(module: Any, where: str) -> None:
     """Computes the buffers that are not in checkpoints, such as rotary frequencies, on the device."""
-    # The innermost model of `transformers` around a part knows the values of its buffers.
-    model, place = part if isinstance(part, PreTrainedModel) else model, device.current_device()
-    if part._buffers:
+    place, computed = device.current_device(), {}
+    for part in module.modules():
         for name, buffer in part._buffers.items():
-            part._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=place)
-        if part._non_persistent_buffers_set:
-            model._init_weights(part)  # its parameters have no memory yet
-    for child in part.children():
-        _fill_buffers(child, model)
+            if buffer is not None:
+                empty = torch.empty_like(buffer, device=place)
+                # What nothing computes is found below.
+                part._buffers[name] = empty.fill_(math.nan) if empty.is_floating_point() else empty
+                computed[part, name] = name in part._non_persistent_buffers_set
+    _compute_buffers(module, module)
+    for name, part in module.named_modules():
+        for of_part, buffer in part._buffers.items():
+            if computed.get((part, of_part)) and buffer.is_floating_point() and buffer.isnan().any():
+                raise UserError(f"{where}: nothing computes the buffer {name}.{of_part}. Use another model.")
+
+
+def _compute_buffers(part: nn.Module, model: Any) -> bool:
+    """Lets models of `transformers` compute the buffers of a part; returns whether it has any."""
+    # The innermost model around a part knows the values of its buffers.
+    model = part if isinstance(part, PreTrainedModel) else model
+    within = [_compute_buffers(child, model) for child in part.children()]
+    if found := bool(part._non_persistent_buffers_set) or any(within):
+        # After its children, as in transformers: a model computes buffers of its layers too.
+        model._init_weights(part)  # its parameters have no memory yet
+    return found
 
 
 def check_module_layout(module: Any, layout: Layout, where: str) -> None:
@@ -307,10 +321,16 @@ def local_part(parameter: Tensor) -> Tensor:
 
 def sharded_blocks(module: Any) -> Iterator[nn.Module]:
     """Yields the layers, each of which is gathered by itself; all other parameters are gathered together."""
-    names = set(module._no_split_modules or ())
+    names, within = set(module._no_split_modules or ()), set[nn.Module]()
+    blocks = []
     for child in module.modules():
-        if type(child).__name__ in names and any(True for _ in child.parameters()):
-            yield child
+        # What is in a layer is gathered with it.
+        if child not in within and type(child).__name__ in names and any(True for _ in child.parameters()):
+            blocks.append(child)
+            within.update(child.modules())
+    uses = Counter(parameter for block in blocks for parameter in set(block.parameters()))
+    # A parameter that layers share (Zamba) has to be there for all of them.
+    yield from (block for block in blocks if all(uses[parameter] == 1 for parameter in block.parameters()))
 
 
 class _SumForward(torch.autograd.Function):

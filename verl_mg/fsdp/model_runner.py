@@ -105,7 +105,6 @@ class FsdpRunner(Runner):
         if self.is_member:
             self.summed_gradients = shard_tensors(module, groups.tensor_mesh, where)
         splits = parameter_splits(module, groups.ranks.shape[1], apart)
-        splits |= {name: splits[name].transposed() for name in self.table.transposed_parameters}
         if groups.layout.tp > 1:  # ranks outside the placement do not know the plan
             fields = {name: (s.tensor_dim, s.parts, s.dim) for name, s in splits.items()}
             first = all_gather_json(fields if dist.get_rank() == self.placement.ranks[0] else None)
@@ -211,11 +210,7 @@ class FsdpRunner(Runner):
         if self.packed is None:
             return {}
         named, known = local_tensors(self.packed.module), self._shard_map.shards(dist.get_rank())
-        return {name: self.as_described(name, named[name]) for name in known}
-
-    def as_described(self, name: str, local: Tensor) -> Tensor:
-        """Returns this rank's part of a parameter, or of its moments, as its shard describes it: a view."""
-        return local.mT if name in self.table.transposed_parameters else local
+        return {name: shard.described(named[name]) for name, shard in known.items()}
 
     def wait_for(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Does not wait: parameters are always complete."""

@@ -80,9 +80,9 @@ def _module_logits(model: Any, products: Tensor) -> Tensor:
     body, hidden = body_of(model), products[None, :, None]
     # The body returns the products as hidden states, and the head passes them on: the model's scaling is left.
     parts = [body, *(child for child in body.children() if isinstance(child, PreTrainedModel))]
-    with _replaced(parts, lambda *_, **__: _Output(hidden)):
-        with _replaced([model.get_output_embeddings()], lambda states: states):
-            logits: Tensor = model(input_ids=torch.zeros(1, len(products), dtype=torch.int64), use_cache=False).logits
+    head, ids = model.get_output_embeddings(), torch.zeros(1, len(products), dtype=torch.int64)
+    with _replaced(parts, lambda *_, **__: _Output(hidden)), _replaced([head], lambda states: states):
+        logits: Tensor = model(input_ids=ids).logits
     return logits.flatten().float()
 
 

@@ -50,9 +50,8 @@ class ShardedModule:
         module = divided(layout.tp)
         self._table, self._replicas, self._layout = table, options.replicas, layout
         self.sharding = layout.dp * layout.cp // options.replicas
-        splits = parameter_splits(module, self.sharding)
+        self._splits = splits = parameter_splits(module, self.sharding)
         frozen = table.vision_parameters if options.freeze_vision_tower else frozenset()
-        self._splits = splits | {name: splits[name].transposed() for name in table.transposed_parameters}
         named = dict(module.named_parameters())
         # By identity: a tied parameter has one name in `named`, in a layer or outside.
         layers = [{id(parameter) for parameter in block.parameters()} for block in sharded_blocks(module)]

@@ -33,7 +33,7 @@ class FsdpTrainer(Trainer):
 
         zero     gradients are freed
         run      FSDP sums gradients over the data mesh in float32, without dividing
-        sum      `_complete_gradients` adds what FSDP does not: norms of heads over tp, adapters and numbers over all ranks
+        sum      `_complete_gradients` adds what FSDP does not: norms of heads over tp, else whole parameters
         step     one norm of all parts, each element counted once; clip; AdamW on this rank's parts
     """
 
@@ -90,7 +90,7 @@ class FsdpTrainer(Trainer):
             kinds = {WEIGHTS: weight.detach(), **{k: self.optimizer.state.get(weight, {}).get(k) for k in MOMENTS}}
             for namespace, values in kinds.items():
                 if values is not None:
-                    values = self.runner.as_described(name, values)
+                    values = shards[name].described(values)
                     yield from stored_boxes(namespace, shards[name], values, full_box(tuple(values.shape)))
 
     def _use_restored_weights(self) -> None:
