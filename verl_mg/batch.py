@@ -23,6 +23,7 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | loss_mask | token, bool | true on the tokens that the policy wrote |
 | rollout_logprobs, old_logprobs, ref_logprobs | token | log-prob of token t at entry t; 0 outside the mask |
 | policy_versions | token, int64 | the weights that wrote the token; -1 where none did |
+| old_outputs | token | (2,) a token: `old_logprobs`, and the sum of the squared probabilities of the vocabulary |
 | values, advantages, returns | token | of token t at entry t |
 | correction | token | weight of token t's loss against the mismatch of rollout and training; 0 outside the mask |
 | correction_below, correction_above | token | 1 where the ratio of that weight is out of its bounds |
@@ -75,6 +76,7 @@ class ColumnKind(IntEnum):
 
 TOKEN_COLUMNS = frozenset(
     {"tokens", "loss_mask", "policy_versions", "rollout_logprobs", "old_logprobs", "ref_logprobs"}
+    | {"old_outputs"}
     | {"teacher_logprobs", "teacher_top", "teacher_hidden"}
     | {"values", "advantages", "returns", "routed_experts"}
     | {"correction", "correction_below", "correction_above", "correction_rejected"}

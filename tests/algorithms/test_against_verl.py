@@ -146,6 +146,28 @@ def test_token_advantages_of_random_rows_equal_verl(verl, seed):
     same(whitened(ours, mask), theirs[0])
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+def test_optimal_token_baseline_of_random_rows_equals_verl(verl, weighted):
+    # That of turns takes the tokens of the policy one after another, as ours does; the other one without holes too.
+    for seed, holes in ((0, True), (1, False)):
+        t = table(seed, holes)
+        squares = t["old"].exp().square() + 0.05 * t["values"].square()
+        weights = t["returns"].abs() if weighted else None
+        given = (
+            torch.where(t["mask"], t["rewards"], 0.0),
+            t["mask"].double(),
+            GROUPS.numpy(),
+            t["old"],
+            squares,
+            weights,
+        )
+        ours = advantages.optimal_token_baseline(t["rewards"], t["mask"], GROUPS, t["old"], squares, weights)
+        theirs = [verl.compute_multi_turn_optimal_token_baseline_advantage]
+        theirs += [] if holes else [verl.compute_optimal_token_baseline_advantage]
+        for function in theirs:
+            same(ours, function(*given)[0], t["mask"])
+
+
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
     return advantages.whiten(values, mask, advantages.moments(values, mask))
 
