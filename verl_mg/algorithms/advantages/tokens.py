@@ -91,8 +91,8 @@ def optimal_token_baseline(
 
     G_t - B_t with B_t = sum(G_t W_t) / (sum(W_t) + 1e-8) over the samples of a prompt with a t-th token, t over masked
     tokens. W_t is the sum of w_1 to w_t, w = 1 - 2 p + sum over the vocabulary of p_v^2: the squared norm of the
-    gradient of log p by the logits. Where a sample is the only one that is so long, B_t is 0, as in the authors' code in verl,
-    whose "tir_optimal_token_baseline" this is. Rewards to come [1, 1] and [0] with w = [0.5, 0.5] and [1.5]:
+    gradient of log p by the logits. Where a sample is the only one that is so long, B_t is 0, as in the authors' code,
+    "tir_optimal_token_baseline" in verl. Rewards to come [1, 1] and [0] with w = [0.5, 0.5] and [1.5]:
     B = [0.25, 0], advantages [0.75, 1] and [-0.25].
 
     Args:
