@@ -136,7 +136,8 @@ class Role:
             column = forward.deliver(values)
             return column if mask is None else column[mask]  # a mask of this rank's rows, whose values are here now
 
-        return self._context.executor.column(forward.name, entries, forward.work, deliver)
+        executor = self._context.executor
+        return executor.column(forward.name, entries, forward.work, deliver, outputs.shape, outputs.dtype)
 
     def prepare(
         self, batch: Batch, call: str, outputs: TokenOutputs = LOGPROBS, mask: Tensor | None = None
