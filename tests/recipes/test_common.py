@@ -16,7 +16,7 @@ from verl_mg.config import load_config
 from verl_mg.distributed import collectives
 from verl_mg.errors import UserError
 from verl_mg.job.recipe import load_recipe
-from verl_mg.recipes import dapo, gdpo, gigpo, grpo, maxrl, mt_grpo, pf_ppo, prime
+from verl_mg.recipes import dapo, gdpo, gigpo, grpo, maxrl, mt_grpo, pass_at_k, pf_ppo, prime
 from verl_mg.recipes.common.kl import (
     KLConfig,
     adapt_kl,
@@ -110,6 +110,12 @@ def test_weight_and_rejections_together_multiply_after_the_weights_are_normalize
         assert batch["correction"][[1, 2, 4]].tolist() == pytest.approx([weight / mean for weight in kept])
 
 
+def test_pass_at_k_of_more_tries_than_the_group_has_is_refused():
+    assert pass_at_k.Config(group_size=8, k=8).k == 8
+    with pytest.raises(ValueError, match="it is larger than group_size"):
+        pass_at_k.Config(group_size=8, k=9)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -172,7 +178,7 @@ def test_dual_clip_of_every_recipe_bounds_losses_of_negative_advantages(name):
 def test_recipes_with_a_clip_have_a_dual_clip():
     # CISPO bounds the weight at both ends whatever the advantage is.
     clips = {name for name, recipe in POLICY_RECIPES.items() if "clip_high" in recipe.Config.model_fields}
-    assert clips - set(CLIPPED) == {"cispo", "distillation"} and len(CLIPPED) == 18
+    assert clips - set(CLIPPED) == {"cispo", "distillation"} and len(CLIPPED) == 20
     assert all("entropy_coefficient" in recipe.Config.model_fields for recipe in POLICY_RECIPES.values())
 
 
@@ -207,7 +213,7 @@ def test_parts_of_the_reward_are_all_or_those_with_weights():
         weighted_parts(batch, {"wrong": 1.0})
 
 
-@pytest.mark.parametrize("recipe", [gdpo, gigpo, maxrl, mt_grpo])
+@pytest.mark.parametrize("recipe", [gdpo, gigpo, maxrl, mt_grpo, pass_at_k])
 def test_penalty_in_the_reward_is_refused_where_it_has_no_meaning(recipe):
     assert recipe.Config(kl=KLConfig(coefficient=0.1)).kl.in_loss
     with pytest.raises(ValueError, match=r"kl\.placement=reward has no meaning in this recipe"):

@@ -311,10 +311,11 @@ def token_baseline(samples: list[Whole]) -> Table:
     return table
 
 
-def right_weights(samples: list[Whole]) -> Table:
+def right_weights(samples: list[Whole], of_responses: bool = False) -> Table:
     tokens = [(s, token) for s in samples for token in s.trained]
-    right = sum(s.reward > 0 for s, _ in tokens)
-    return {(s.id, token): (s.reward > 0) * len(tokens) / right for s, token in tokens}
+    counted = [s for s in samples if s.trained] if of_responses else [s for s, _ in tokens]
+    right = sum(s.reward > 0 for s in counted)
+    return {(s.id, token): (s.reward > 0) * len(counted) / right for s, token in tokens}
 
 
 def corrections(samples: list[Whole], geometric: bool, rejects: bool) -> Table:
@@ -376,6 +377,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], Callable[[list[Whole]], dict[str, Ta
             "advantages": white(episodes(s, lambda whole: max(0.0, 1 - 2 / len(whole.trained)))[0]),
             "right": right_weights(s),
         },
+    ),
+    "vapo, mean over responses": (
+        vapo,
+        {"critic_warmup": 0, "loss_aggregation": "seq-mean-token-mean"},
+        lambda s: {"right": right_weights(s, of_responses=True)},
     ),
     "prime": (prime, {"gamma": GAMMA}, lambda s: {"advantages": implicit(s)}),
 }
