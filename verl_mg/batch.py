@@ -23,9 +23,11 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | loss_mask | token, bool | true on the tokens that the policy wrote |
 | rollout_logprobs, old_logprobs, ref_logprobs | token | log-prob of token t at entry t; 0 outside the mask |
 | policy_versions | token, int64 | the weights that wrote the token; -1 where none did |
+| old_outputs | token | (2,) a token: `old_logprobs`, and the sum of the squared probabilities of the vocabulary |
 | values, advantages, returns | token | of token t at entry t |
 | correction | token | weight of token t's loss against the mismatch of rollout and training; 0 outside the mask |
 | correction_below, correction_above | token | 1 where the ratio of that weight is out of its bounds |
+| correction_rejected | token | 1 where the token is left out of the loss, so that its weight is 0 |
 | teacher_logprobs | token | log-prob of token t by the row's teacher at entry t; 0 outside the mask |
 | teacher_top | token | (2, k) a token: log-probs and ids of the tokens that the teacher finds likeliest there |
 | teacher_hidden | token | (h,) a token, in the teacher's dtype: its last hidden state, which predicts the token |
@@ -74,8 +76,10 @@ class ColumnKind(IntEnum):
 
 TOKEN_COLUMNS = frozenset(
     {"tokens", "loss_mask", "policy_versions", "rollout_logprobs", "old_logprobs", "ref_logprobs"}
+    | {"old_outputs"}
     | {"teacher_logprobs", "teacher_top", "teacher_hidden"}
-    | {"values", "advantages", "returns", "correction", "correction_below", "correction_above", "routed_experts"}
+    | {"values", "advantages", "returns", "routed_experts"}
+    | {"correction", "correction_below", "correction_above", "correction_rejected"}
 )
 SEQUENCE_COLUMNS = frozenset(
     {"reward", "group", "trajectory", "sample_id", "prefix_of", "prefix_length", "prompt_id", "prompt_length"}

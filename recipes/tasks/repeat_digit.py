@@ -40,6 +40,11 @@ def shares(sample: Sample) -> Reward:
     return Reward(right, {"right": right, "digits": digits, "turn_1": digits}, answer=written)
 
 
+def first_digit(sample: Sample) -> Reward:
+    """Returns 1 if the first place has the digit, else 0."""
+    return Reward(float(sample.response.startswith(sample.prompt[-2])), answer=sample.response[:LENGTH])
+
+
 def make(folder: Path, seed: int = 0) -> None:
     """Writes `model/`, a mixture of experts `mixture/`, and `data/` with training and test prompts and preferences.
 

@@ -20,9 +20,9 @@ class ScriptedRole:
         self.calls: list[str] = []
         self._metrics = metrics or {}
 
-    def compute_logprobs(self, batch: Batch) -> Tensor:
+    def compute_logprobs(self, batch: Batch, squares: bool = False) -> Tensor:
         self.calls.append("compute_logprobs")
-        return torch.full((batch.total_tokens,), -1.0)
+        return torch.full((batch.total_tokens, 2) if squares else (batch.total_tokens,), -1.0)
 
     def compute_values(self, batch: Batch) -> Tensor:
         return torch.zeros(batch.total_tokens)

@@ -29,7 +29,7 @@ SHORT = {
 GOALS: dict[str, tuple[Goal, ...]] = {
     **{recipe.stem: (REWARD,) for recipe in sorted(RECIPES.glob("[!_]*.py"))},
     "dapo_mixture": (REWARD,),
-    **dict.fromkeys(("maxrl", "gdpo", "mt_grpo", "gigpo"), (SHARE,)),
+    **dict.fromkeys(("maxrl", "gdpo", "mt_grpo", "gigpo", "pass_at_k"), (SHARE,)),
     "ppo": (REWARD, Goal("critic/explained_variance", (-5.0, 0.1), 0.5, 0.35)),
     "vapo": (REWARD, Goal("critic/explained_variance", (-5.0, 0.1), 0.5, 0.35)),
     "distillation": (Goal("distillation/reverse_kl", (3.5, 5.5), 0.2, 0.6), REWARD),

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from tests.recipes.scripted_job import ScriptedJob, ScriptedRole
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED
-from verl_mg.recipes import dapo, dr_grpo, gdpo, gpg, grpo, maxrl, opo, ppo, prime, reinforce_plus_plus, rloo, vapo
+from verl_mg.recipes import dapo, dr_grpo, gdpo, gpg, grpo, maxrl, opo, otb, ppo, prime, reinforce_plus_plus, rloo, vapo
 
 SEEDS, LIMIT, KL = range(4), 8, 0.1
 GAMMA, LAM = 0.9, 0.8
@@ -50,6 +50,11 @@ def column(name: str, token: int) -> float:
 
 def old(token: int) -> float:
     return column("old", token) - 2
+
+
+def square(token: int) -> float:
+    """A sum of squared probabilities, at least that of the token itself."""
+    return math.exp(old(token)) ** 2 + 0.01 * random.Random(token).random()
 
 
 def wholes(seed: int) -> list[Whole]:
@@ -132,8 +137,9 @@ class TokenRole(ScriptedRole):
         super().__init__(metrics)
         self.function = function
 
-    def compute_logprobs(self, batch: Batch) -> torch.Tensor:
-        return of_tokens(batch, self.function)
+    def compute_logprobs(self, batch: Batch, squares: bool = False) -> torch.Tensor:
+        values = of_tokens(batch, self.function)
+        return torch.stack([values, of_tokens(batch, square)], 1) if squares else values
 
     compute_values = compute_logprobs
 
@@ -287,10 +293,29 @@ def implicit(samples: list[Whole]) -> Table:
     return table
 
 
-def right_weights(samples: list[Whole]) -> Table:
+def token_baseline(samples: list[Whole]) -> Table:
+    """OTB with the penalty in the rewards: sums over tokens of the samples of a prompt that are as long."""
+    coming: dict[tuple[int, int], float] = {}
+    energy: dict[tuple[int, int], float] = {}
+    for s in samples:
+        for i, token in enumerate(s.trained):
+            coming[s.id, i] = s.reward - KL * sum(k1(later) for later in s.trained[i:])
+            energy[s.id, i] = energy.get((s.id, i - 1), 0.0) + 1 - 2 * math.exp(old(token)) + square(token)
+    table = {}
+    for s in samples:
+        for i, token in enumerate(s.trained):
+            peers = [(p.id, i) for p in samples if p.group == s.group and len(p.trained) > i]
+            weighted = sum(coming[peer] * energy[peer] for peer in peers)
+            baseline = weighted / sum(energy[peer] for peer in peers) if len(peers) > 1 else 0.0
+            table[s.id, token] = coming[s.id, i] - baseline
+    return table
+
+
+def right_weights(samples: list[Whole], of_responses: bool = False) -> Table:
     tokens = [(s, token) for s in samples for token in s.trained]
-    right = sum(s.reward > 0 for s, _ in tokens)
-    return {(s.id, token): (s.reward > 0) * len(tokens) / right for s, token in tokens}
+    counted = [s for s in samples if s.trained] if of_responses else [s for s, _ in tokens]
+    right = sum(s.reward > 0 for s in counted)
+    return {(s.id, token): (s.reward > 0) * len(counted) / right for s, token in tokens}
 
 
 def corrections(samples: list[Whole], geometric: bool, rejects: bool) -> Table:
@@ -302,6 +327,11 @@ def corrections(samples: list[Whole], geometric: bool, rejects: bool) -> Table:
     return spread(samples, weights)
 
 
+def with_mean_1(samples: list[Whole], weights: Table) -> Table:
+    mean = fmean(weights[s.id, s.trained[0]] for s in samples)
+    return {key: weight / mean for key, weight in weights.items()}
+
+
 IN_REWARD = {"kl": {"coefficient": KL, "placement": "reward", "estimator": "k1"}}
 STEPS = {"gamma": GAMMA}
 CASES: dict[str, tuple[Any, dict[str, Any], Callable[[list[Whole]], dict[str, Table]]]] = {
@@ -309,17 +339,23 @@ CASES: dict[str, tuple[Any, dict[str, Any], Callable[[list[Whole]], dict[str, Ta
     "grpo, penalty in the reward": (grpo, IN_REWARD, lambda s: {"advantages": relative(s, KL)}),
     "grpo, sequence correction": (
         grpo,
-        {"off_policy": {"correction": "sequence-tis", "low": 0.8, "high": 1.2}},
+        {"off_policy": {"weight": "sequence", "high": 1.2}},
         lambda s: {"correction": corrections(s, geometric=False, rejects=False)},
     ),
     "grpo, geometric rejection": (
         grpo,
-        {"off_policy": {"correction": "geometric-rejection", "low": 0.8, "high": 1.2}},
+        {"off_policy": {"rejection": {"sequence-mean-k1": [0.8, 1.2]}}},
         lambda s: {"correction": corrections(s, geometric=True, rejects=True)},
+    ),
+    "grpo, weights of sequences with mean 1": (
+        grpo,
+        {"off_policy": {"weight": "sequence", "high": 1.2, "normalize": True}},
+        lambda s: {"correction": with_mean_1(s, corrections(s, geometric=False, rejects=False))},
     ),
     "dr_grpo": (dr_grpo, IN_REWARD, lambda s: {"advantages": relative(s, KL, deviation=False)}),
     "rloo": (rloo, IN_REWARD, lambda s: {"advantages": spread(s, leave_one_out(s, scores(s, KL)))}),
     "opo": (opo, IN_REWARD, lambda s: {"advantages": optimal_baseline(s)}),
+    "otb": (otb, IN_REWARD, lambda s: {"advantages": token_baseline(s)}),
     "maxrl": (maxrl, {}, lambda s: {"advantages": maximum_likelihood(s)}),
     "gdpo": (gdpo, {"rewards": {"right": 1.0, "long": 0.5}}, lambda s: {"advantages": decoupled(s)}),
     "gpg": (gpg, {}, lambda s: {"advantages": gradient_of_all(s)}),
@@ -341,6 +377,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], Callable[[list[Whole]], dict[str, Ta
             "advantages": white(episodes(s, lambda whole: max(0.0, 1 - 2 / len(whole.trained)))[0]),
             "right": right_weights(s),
         },
+    ),
+    "vapo, mean over responses": (
+        vapo,
+        {"critic_warmup": 0, "loss_aggregation": "seq-mean-token-mean"},
+        lambda s: {"right": right_weights(s, of_responses=True)},
     ),
     "prime": (prime, {"gamma": GAMMA}, lambda s: {"advantages": implicit(s)}),
 }

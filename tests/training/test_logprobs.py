@@ -10,6 +10,7 @@ from verl_mg.training.logprobs import (
     TeacherTokens,
     vocab_parallel_divergence,
     vocab_parallel_logprobs,
+    vocab_parallel_squares,
     vocab_parallel_top,
 )
 
@@ -143,6 +144,23 @@ def of_few(rows_per_rank, k):
     candidates, _ = vocab_parallel_logprobs(hidden, tokens, layer, TEMPERATURE)
     (candidates * torch.arange(1.0, k + 1)).sum().backward()
     return logprobs, tokens, candidates.detach(), hidden.grad
+
+
+def squares_of(rows_per_rank):
+    hidden, weight, *_ = inputs()
+    shard, first, real = shard_of(weight, rows_per_rank)
+    layer = OutputLayer(shard, first, real, dist.group.WORLD)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl_mg.training.logprobs.CHUNK_BYTES", {"cpu": 24 * rows_per_rank})  # three tokens in a chunk
+        return vocab_parallel_squares(hidden, layer, TEMPERATURE)
+
+
+@pytest.mark.parametrize(("count", "rows"), [(1, 13), (4, 5)])
+def test_vocab_parallel_squares_equal_sums_of_full_probabilities(ranks, count, rows):
+    hidden, weight, *_ = inputs()
+    expected = (hidden @ weight.T / TEMPERATURE).double().softmax(-1).square().sum(-1).float()
+    for found in ranks.run(count, squares_of, rows):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 13), (2, 8), (4, 5)])

@@ -30,7 +30,7 @@ from verl_mg.roles.role import Batching, Role
 from verl_mg.rows.plan import RowIndex
 from verl_mg.sharding.boxes import full_box, slices
 from verl_mg.sharding.model_table import ModelTable
-from verl_mg.training.logprobs import TeacherDivergence, TokenOutputs
+from verl_mg.training.logprobs import LOGPROBS, SQUARES, TeacherDivergence, TokenOutputs
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.runner import Runner
 from verl_mg.training.trainer import TRAJECTORY_TOKENS, MiniBatch, Objective, TokenLoss, Trainer, TrainerCounters
@@ -246,12 +246,16 @@ class TrainableRole(Role):
 class Policy(Role):
     """Language model that computes log-probs: a reference or a teacher; frozen unless it is an `Actor`."""
 
-    def compute_logprobs(self, batch: Batch) -> Tensor:
+    def compute_logprobs(self, batch: Batch, squares: bool = False) -> Tensor:
         """Returns log p of every token under the loss mask, in nats: a float32 token column with 0 elsewhere.
 
         The distribution is softmax(logits / temperature), without top-k and top-p.
+
+        Args:
+            batch: rows of this rank.
+            squares: whether entries are (2,), a log-prob and the sum of the squared probabilities of the vocabulary.
         """
-        return self.forward(batch, "compute_logprobs")
+        return self.forward(batch, "compute_logprobs", outputs=SQUARES if squares else LOGPROBS)
 
 
 class Actor(TrainableRole, Policy):

@@ -121,20 +121,23 @@ class Role:
         self._key_share = key_share(runner.table.config)
         self.cpu_offload = CpuOffload(runner)
 
-    def forward(self, batch: Batch, call: str = "forward", mask: Tensor | None = None) -> Tensor:
-        """Computes the output of the model for tokens, without gradients: float32 log-probs or values.
+    def forward(
+        self, batch: Batch, call: str = "forward", mask: Tensor | None = None, outputs: TokenOutputs = LOGPROBS
+    ) -> Tensor:
+        """Computes the output of the model for tokens, without gradients: float32 log-probs, or values, or `outputs`.
 
         `mask`, (tokens,) bool, selects the tokens that are scored, `loss_mask` by default. Without it the result is a
         token column with 0 outside the loss mask, with it only the entries under it, (mask.sum(),).
         """
         entries = batch.total_tokens if mask is None else int(mask.sum())
-        forward = self.prepare(batch, call, mask=mask)
+        forward = self.prepare(batch, call, outputs, mask)
 
-        def deliver(outputs: dict[int, Tensor]) -> Tensor:
-            column = forward.deliver(outputs)
+        def deliver(values: dict[int, Tensor]) -> Tensor:
+            column = forward.deliver(values)
             return column if mask is None else column[mask]  # a mask of this rank's rows, whose values are here now
 
-        return self._context.executor.column(forward.name, entries, forward.work, deliver)
+        executor = self._context.executor
+        return executor.column(forward.name, entries, forward.work, deliver, outputs.shape, outputs.dtype)
 
     def prepare(
         self, batch: Batch, call: str, outputs: TokenOutputs = LOGPROBS, mask: Tensor | None = None

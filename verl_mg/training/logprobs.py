@@ -216,6 +216,19 @@ def _gathered(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return torch.cat(parts, 1)
 
 
+def vocab_parallel_squares(hidden: Tensor, layer: OutputLayer, temperature: float) -> Tensor:
+    """Computes the sum of the squares of softmax(logits / temperature), (n,) float32, without gradients.
+
+    `hidden` (n, h) is the same on every rank of the group.
+    """
+    squares = hidden.new_empty(len(hidden), dtype=torch.float32)
+    for chunk in layer.chunks(len(hidden), copies=2):
+        logits = scaled(layer.logits(hidden[chunk]), temperature)
+        logits -= log_normalizer(logits, layer.group)[:, None]
+        squares[chunk] = sum_over(logits.mul_(2).exp_().sum(-1), layer.group)
+    return squares
+
+
 def vocab_parallel_logprobs(
     hidden: Tensor, targets: Tensor, layer: OutputLayer, temperature: float, with_entropy: bool = True
 ) -> tuple[Tensor, Tensor | None]:
@@ -385,6 +398,7 @@ class TokenOutputs:
     """Request to a language model: log-probs, or in place of them what a student needs of its teacher."""
 
     entropy: bool = True  # compute entropies too
+    squares: bool = False  # compute the sums of squared probabilities too, in place of entropies; without gradients
     # Compare with teachers, whose columns the micro-batches have; with entropies.
     teacher: TeacherDivergence | None = None
     top: int = 0  # number of likeliest tokens, whose log-probs and ids are the output; 0: they are not
@@ -393,21 +407,26 @@ class TokenOutputs:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Dimensions of a token's entry in the column of the outputs: () where it is a log-prob."""
+        """Dimensions of a token's entry in the column of the outputs: () where it is only a log-prob."""
         if self.hidden:
             return (self.hidden,)
+        if self.squares:
+            return (2,)
         return (2, self.top) if self.top else ()
 
     def compute(self, states: Tensor, micro: MicroBatch[Any], layer: OutputLayer, temperature: float) -> Tensor:
         """Computes the outputs (lines, m) in float32 from the last hidden states (m, h) of a rank's tokens.
 
-        Lines are log-probs; entropies if requested; then divergences in one line, or log-probs of the k tokens of
-        TEACHER_TOP in k lines. With `top` 2 k lines, log-probs and ids; with `hidden` h lines.
+        Lines are log-probs; entropies, or sums of squares, if requested; then divergences in one line, or log-probs of
+        the k tokens of TEACHER_TOP in k lines. With `top` 2 k lines, log-probs and ids; with `hidden` h lines.
         """
         if self.hidden:
             return states.T.float()
         if self.top:
             return torch.cat([part.T.float() for part in vocab_parallel_top(states, layer, temperature, self.top)])
+        if self.squares:
+            logprobs, _ = vocab_parallel_logprobs(states, micro.targets, layer, temperature, with_entropy=False)
+            return torch.stack([logprobs, vocab_parallel_squares(states, layer, temperature)])
         if self.teacher is None:
             logprobs, entropy = vocab_parallel_logprobs(states, micro.targets, layer, temperature, self.entropy)
             return logprobs[None] if entropy is None else torch.stack([logprobs, entropy])
@@ -424,4 +443,5 @@ class TokenOutputs:
 
 
 LOGPROBS = TokenOutputs(entropy=False)  # only log-probs
+SQUARES = TokenOutputs(entropy=False, squares=True)  # log-probs and sums of squared probabilities
 EVERYTHING = TokenOutputs()  # log-probs and entropies, which every update reports

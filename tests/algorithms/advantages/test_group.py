@@ -1,6 +1,7 @@
 """Advantages within groups against loops over groups."""
 
 import itertools
+import math
 import statistics
 from functools import partial
 
@@ -16,6 +17,7 @@ from verl_mg.algorithms.advantages import (
     informative,
     maxrl,
     opo,
+    pass_at_k,
     remax,
     resampling_weights,
     rloo,
@@ -181,6 +183,59 @@ def test_maxrl_in_expectation_is_the_gradient_of_the_truncated_logarithm(count):
         expected += probability * sum(a * slope for a, slope in zip(found, slopes, strict=True)) / count
     slope = p * (1 - p) * sum((1 - p) ** (k - 1) for k in range(1, count))
     assert expected == pytest.approx(slope, rel=1e-12)
+
+
+def best_of_subsets(scores: list[float], k: int) -> list[float]:
+    """GRPO's advantage of each subset of k tries, whose reward is the best of them, averaged over those of a try."""
+    subsets = list(itertools.combinations(range(len(scores)), k))
+    rewards = [max(scores[i] for i in subset) for subset in subsets]
+    mean, deviation = statistics.fmean(rewards), statistics.pstdev(rewards) + 1e-6
+    relative = [(reward - mean) / deviation for reward in rewards]
+    return [
+        statistics.fmean(a for a, subset in zip(relative, subsets, strict=True) if i in subset)
+        for i in range(len(scores))
+    ]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=3, max_size=7), min_size=1), st.integers(1, 3))
+def test_pass_at_k_of_random_groups_is_the_mean_over_all_subsets(lines, k):
+    groups = torch.tensor([number for number, line in enumerate(lines) for _ in line])
+    scores = torch.tensor([score for line in lines for score in line], dtype=torch.float64)
+    expected = torch.tensor([a for line in lines for a in best_of_subsets(line, k)], dtype=torch.float64)
+    order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(k))
+    found = pass_at_k(scores[order], groups[order], alone(groups), k)
+    torch.testing.assert_close(found, expected[order], rtol=1e-9, atol=1e-9)
+
+
+def published(line: list[float], k: int) -> list[float]:
+    """`calc_adv` of the authors' code/passk_adv.py (github.com/RUCAIBox/Passk_Training), retold with math.comb."""
+    n, right = len(line), int(sum(line))
+    rho = 1 - math.comb(n - right, k) / math.comb(n, k)
+    sigma = math.sqrt(rho * (1 - rho)) + 1e-6
+    wrong_elsewhere = math.comb(max(n - right - 1, 0), k - 1) / math.comb(n - 1, k - 1)
+    return [(1 - rho) / sigma if score else (1 - rho - wrong_elsewhere) / sigma for score in line]
+
+
+@pytest.mark.parametrize("k", [1, 4, 8, 32])
+def test_pass_at_k_of_a_group_equals_the_published_formula(k):
+    for right in (0, 1, 5, 31, 32):
+        line = [1.0] * right + [0.0] * (32 - right)
+        found = pass_at_k(torch.tensor(line).double(), torch.zeros(32, dtype=torch.int64), torch.arange(32), k)
+        assert found.tolist() == pytest.approx(published(line, k), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("scores", "k", "message"),
+    [
+        ([1.0, 0.5], 1, r"^reward: it is 0\.5 for a sample.*Return rewards of 0 and 1$"),
+        ([1.0, 0.0], 3, r"^pass@k: k is 3, and a prompt has 2 samples\. Write 1 to 2$"),
+        ([1.0, 0.0], 0, "k is 0"),
+    ],
+)
+def test_pass_at_k_of_what_it_cannot_count_is_refused(scores, k, message):
+    with pytest.raises(UserError, match=message):
+        pass_at_k(torch.tensor(scores), torch.zeros(2, dtype=torch.int64), torch.arange(2), k)
 
 
 def test_maxrl_with_a_reward_below_0_is_refused():

@@ -47,6 +47,10 @@ ADVANTAGES: dict[str, Callable[[Rows, Tensor], Tensor]] = {
     "group_relative, mean alone": lambda r, _: package.group_relative(r["scores"], r["groups"], r["samples"], False),
     "rloo": lambda r, _: package.rloo(r["scores"], r["groups"], r["samples"]),
     "opo": lambda r, _: package.opo(r["scores"], r["lengths"], r["groups"], r["samples"]),
+    "pass_at_k": lambda r, _: package.pass_at_k((r["scores"] > 0).float(), r["groups"], r["samples"], 1),
+    "optimal_token_baseline": lambda r, _: package.optimal_token_baseline(
+        r["rewards"], r["mask"], r["groups"], -r["old"].abs(), r["teacher"].abs()
+    ),
     "maxrl": lambda r, _: package.maxrl(r["scores"].abs(), r["groups"], r["samples"]),
     "gdpo": lambda r, _: package.gdpo([r["scores"], r["greedy"]], [1.0, -0.5], r["groups"], r["samples"]),
     "mt_grpo": lambda r, _: package.mt_grpo(

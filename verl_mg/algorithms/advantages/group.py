@@ -13,6 +13,7 @@ score and get the same advantage. All rows of a group must be here; a group of o
 (n,) float in any unit, sums are float64, and results have the dtype of the scores.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -91,6 +92,41 @@ def maxrl(scores: Tensor, groups: Tensor, trajectories: Tensor) -> Tensor:
     samples = _Samples(groups, trajectories, scores)
     means = samples.means(scores)
     return samples.to_rows(samples.centered(scores) / torch.where(means > 0, means, 1.0), scores.dtype)
+
+
+def pass_at_k(scores: Tensor, groups: Tensor, trajectories: Tensor, k: int) -> Tensor:
+    """Returns (n,) advantages of samples of whose k-subsets the best score is the reward: arXiv:2508.10751.
+
+    Of N samples of a prompt M are wrong. The mean score of a subset of k is R = 1 - C(M, k) / C(N, k), its standard
+    deviation s = sqrt(R (1 - R)). A right sample has (1 - R) / (s + 1e-6), a wrong one that minus the share of its
+    subsets in which all others are wrong too, C(M - 1, k - 1) / C(N - 1, k - 1), over s + 1e-6. With k = 1 these are
+    GRPO's, but for the unbiased deviation. Scores [1, 0, 0, 0] and k = 2 give [1, -0.33, -0.33, -0.33].
+
+    Args:
+        scores, groups, trajectories: (n,), see the module; UserError for a score other than 0 and 1.
+        k: tries of which one has to be right, from 1 to the samples of the smallest group; UserError for any other.
+    """
+    if bool(((scores != 0) & (scores != 1)).any()):
+        other = float(scores[(scores != 0) & (scores != 1)][0])
+        raise UserError(
+            f"reward: it is {other:g} for a sample, and pass@k counts right and wrong ones. Return rewards of 0 and 1"
+        )
+    samples = _Samples(groups, trajectories, scores)
+    sizes = samples.counts.tolist()
+    if not 1 <= k <= min(sizes, default=k):
+        raise UserError(f"pass@k: k is {k}, and a prompt has {min(sizes)} samples. Write 1 to {min(sizes)}")
+    rights = segment_sums(samples.sorted(scores).double(), samples.counts).long().tolist()
+    # Quotients of integers: binomials of many samples have more digits than a float.
+    numbers = []
+    for size, right in zip(sizes, rights, strict=True):
+        wrong = size - right
+        failing = math.comb(wrong, k) / math.comb(size, k)
+        deviation = math.sqrt(failing * (1 - failing)) + EPSILON
+        alone = math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1) if wrong else 0.0
+        numbers.append((failing / deviation, (failing - alone) / deviation))
+    of_right, of_wrong = torch.tensor(numbers, dtype=torch.float64, device=scores.device).reshape(-1, 2).unbind(1)
+    chosen = torch.where(samples.sorted(scores) == 1, of_right[samples.index], of_wrong[samples.index])
+    return samples.to_rows(chosen, scores.dtype)
 
 
 def gdpo(rewards: Sequence[Tensor], weights: Sequence[float], groups: Tensor, trajectories: Tensor) -> Tensor:

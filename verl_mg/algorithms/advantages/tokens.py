@@ -79,6 +79,48 @@ def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)[1]
 
 
+def optimal_token_baseline(
+    rewards: Tensor,
+    mask: Tensor,
+    groups: Tensor,
+    logprobs: Tensor,
+    squares: Tensor,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """Returns (n, T) rewards to come minus the baseline of least variance of each token: OTB, arXiv:2602.07078.
+
+    G_t - B_t with B_t = sum(G_t W_t) / (sum(W_t) + 1e-8) over the samples of a prompt with a t-th token, t over masked
+    tokens. W_t is the sum of w_1 to w_t, w = 1 - 2 p + sum over the vocabulary of p_v^2: the squared norm of the
+    gradient of log p by the logits. Where a sample is the only one that is so long, B_t is 0, as in the authors' code,
+    "tir_optimal_token_baseline" in verl. Rewards to come [1, 1] and [0] with w = [0.5, 0.5] and [1.5]:
+    B = [0.25, 0], advantages [0.75, 1] and [-0.25].
+
+    Args:
+        rewards, mask: (n, T) float and bool, as in `gae`.
+        groups: (n,) int64, equal for samples of one prompt, all of which are here.
+        logprobs, squares: (n, T) log p in nats, and the sum of p_v^2, of the policy at the start of the iteration.
+        weights: (n, T) off-policy weights, by whose square w is multiplied; None: all are 1.
+    """
+    counts = mask.sum(1)
+    steps = torch.arange(int(counts.max()) if len(counts) else 0, device=mask.device) < counts[:, None]
+    reward, p, square = (_compact(column, mask, steps) for column in (rewards, logprobs, squares))
+    energy = torch.where(steps, 1 - 2 * p.exp() + square, 0.0)
+    if weights is not None:
+        energy = energy * _compact(weights, mask, steps).square()
+    energy = torch.where(steps, energy.cumsum(1), 0.0)
+    coming = reward.flip(1).cumsum(1).flip(1)
+    advantages = torch.zeros_like(coming)
+    for group in groups.unique():
+        lines = (groups == group).nonzero()[:, 0]
+        # In the order of the values: the order of a sum decides its rounding, and must not depend on that of the rows.
+        weighted, total = (column.sort(0).values.sum(0) for column in ((coming * energy)[lines], energy[lines]))
+        baseline = torch.where(steps[lines].sum(0) > 1, weighted / (total + EPSILON), 0.0)
+        advantages[lines] = coming[lines] - baseline
+    result = torch.zeros(mask.shape, dtype=rewards.dtype, device=rewards.device)
+    result[mask] = advantages[steps].to(rewards.dtype)
+    return result
+
+
 def _compact(column: Tensor, mask: Tensor, steps: Tensor) -> Tensor:
     """Returns the masked entries of a column as the first ones of each row, where `steps` is true, in float64."""
     # float64: the recursion adds up the rounding of as many steps as a response has tokens.
