@@ -1,0 +1,192 @@
+"""Keys of verl that no row of table.py reads, with what becomes of them.
+
+A name that ends with .* stands for a section. The first name that fits a key counts; values in `off` mean that the key
+does nothing, in verl and here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl_mg.from_verl.job import Kind
+
+OFF = (None, False, 0, -1, "", "disabled", "none")
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Keys without a row, and the line about them."""
+
+    kind: Kind
+    text: str
+    keys: tuple[str, ...]
+    off: tuple[Any, ...] = OFF
+
+    def fits(self, key: str) -> bool:
+        """Whether a key of verl is one of them."""
+        return any(key == name or (name.endswith(".*") and key.startswith(name[:-1])) for name in self.keys)
+
+
+def _ignored(text: str, *keys: str) -> Unread:
+    return Unread("ignored", text, keys)
+
+
+def _missing(text: str, *keys: str, off: tuple[Any, ...] = OFF) -> Unread:
+    return Unread("no counterpart", text, keys, off)
+
+
+def _ask(text: str, *keys: str, off: tuple[Any, ...] = OFF) -> Unread:
+    return Unread("ask", text, keys, off)
+
+
+UNREAD = (
+    # Sections, whole.
+    _ignored("there is no Ray", "ray_kwargs.*", "trainer.ray_wait_register_center_timeout", "transfer_queue.*"),
+    _ask("write the section profile", "global_profiler.*", "aorr.actor.profiler.*", "aorr.ref.profiler.*",
+         "aorr.rollout.profiler.*", "critic.profiler.*", "reward.reward_model.profiler.*", "trainer.profile_steps"),
+    _missing("rollouts are not cached; a run is trained again with --replay", "skip.*", "aorr.rollout.skip_rollout",
+             "aorr.rollout.skip_dump_dir"),
+    _missing("a job that distils is another recipe: docs/distillation.md", "distillation.*"),
+    _missing("write rollout.mode=one_step_off or async, with rollout.num_ranks", "async_training.*", "trainer.v1.*",
+             "trainer.use_v1", "rollout.*", "aorr.rollout.nnodes", "aorr.hybrid_engine",
+             off=(*OFF, True, "sync", "drop")),
+    # The actor.
+    _ignored("micro-batches hold rows without padding, always", "aorr.model.use_remove_padding",
+             "aorr.actor.use_remove_padding", "critic.model.use_remove_padding", "aorr.actor.pad_to_length",
+             "aorr.actor.megatron.use_remove_padding", "aorr.ref.megatron.use_remove_padding",
+             "critic.megatron.use_remove_padding", "aorr.actor.fsdp_config.pad_to_length",
+             "aorr.actor.fsdp_config.pad_to_length_bucket", "aorr.ref.pad_to_length"),
+    _ignored("a micro-batch is given in tokens", "aorr.actor.ppo_micro_batch_size", "critic.ppo_micro_batch_size",
+             "critic.forward_micro_batch_size", "critic.forward_micro_batch_size_per_gpu",
+             "critic.forward_max_token_len_per_gpu", "aorr.ref.log_prob_micro_batch_size",
+             "aorr.rollout.log_prob_micro_batch_size", "aorr.rollout.log_prob_micro_batch_size_per_gpu",
+             "aorr.rollout.log_prob_use_dynamic_bsz", "aorr.rollout.log_prob_max_token_len_per_gpu"),
+    _ignored("verl reads clip_ratio_low and clip_ratio_high, which are 0.2 unless they are set", "aorr.actor.clip_ratio"),
+    _ignored("log-probs and entropy are computed in chunks, without whole logits", "aorr.model.use_fused_kernels",
+             "aorr.model.fused_kernel_options.*", "aorr.actor.use_fused_kernels", "aorr.model.use_liger",
+             "aorr.actor.entropy_from_logits_with_chunking", "aorr.actor.entropy_from_logits_chunk_size",
+             "aorr.actor.entropy_checkpointing", "aorr.ref.entropy_from_logits_with_chunking",
+             "aorr.ref.entropy_from_logits_chunk_size", "aorr.ref.entropy_checkpointing", "aorr.model.tiled_mlp.*",
+             "aorr.actor.calculate_entropy", "aorr.actor.calculate_sum_pi_squared", "aorr.actor.use_torch_compile",
+             "aorr.ref.use_torch_compile", "critic.model.use_liger", "critic.model.use_fused_kernels",
+             "critic.model.fused_kernel_options.*", "critic.model.tiled_mlp.*", "aorr.actor.use_prefix_grouper"),
+    _ignored("dropout is off", "aorr.model.override_config.attention_dropout", "aorr.model.override_config.embd_pdrop",
+             "aorr.model.override_config.resid_pdrop", "critic.model.override_config.attention_dropout",
+             "critic.model.override_config.embd_pdrop", "critic.model.override_config.resid_pdrop",
+             "aorr.model.override_config.hidden_dropout", "aorr.model.lora.dropout", "critic.model.lora.dropout"),
+    _missing("the model is that of its config.json; change it there", "aorr.model.override_config.*",
+             "critic.model.override_config.*", "aorr.model.hf_config_path", "critic.model.hf_config_path"),
+    _missing("code of a model folder is not executed", "aorr.model.trust_remote_code", "critic.model.trust_remote_code",
+             "data.trust_remote_code", "aorr.model.external_lib", "critic.model.external_lib"),
+    _ignored("the tokenizer is that of the model's folder", "aorr.model.tokenizer_path", "critic.model.tokenizer_path",
+             "data.tokenizer"),
+    _missing("the chat template is that of the model's folder", "aorr.model.custom_chat_template",
+             "critic.model.custom_chat_template"),
+    _ignored("files are read where they are", "aorr.model.use_shm", "critic.model.use_shm", "data.use_shm"),
+    _missing("activations are recomputed, not offloaded", "aorr.model.enable_activation_offload",
+             "critic.model.enable_activation_offload"),
+    _missing("adapters are PEFT's: write actor.lora", "aorr.model.exclude_modules", "aorr.model.lora.*",
+             "aorr.model.lora_dtype"),
+    _missing("a critic is trained without adapters unless critic.lora is written", "critic.model.lora_rank",
+             "critic.model.lora_alpha", "critic.model.target_modules", "critic.model.exclude_modules",
+             "critic.model.lora_adapter_path", "critic.model.lora.*"),
+    _ask("multi-token prediction: megatron.transformer.mtp_loss_scaling_factor, and arguments of the engine",
+         "aorr.model.mtp.*", "aorr.rollout.mtp.*", "critic.model.mtp.*", "aorr.rollout.mtp"),
+    _ignored("samples stay in their order", "aorr.actor.shuffle", "aorr.actor.data_loader_seed", "critic.shuffle",
+             "critic.data_loader_seed"),
+    _ignored("it follows from rollout.n", "aorr.actor.rollout_n", "aorr.ref.rollout_n", "critic.rollout_n"),
+    _ignored("weights are read from Hugging Face folders into every layout", "aorr.actor.megatron.use_mbridge",
+             "aorr.actor.megatron.vanilla_mbridge", "aorr.actor.megatron.use_dist_checkpointing",
+             "aorr.actor.megatron.dist_checkpointing_path", "aorr.actor.megatron.dist_checkpointing_prefix",
+             "aorr.actor.megatron.dist_ckpt_optim_fully_reshardable", "aorr.actor.load_weight", "aorr.ref.load_weight",
+             "aorr.actor.megatron.distrib_optim_fully_reshardable_mem_efficient", "critic.load_weight",
+             "aorr.actor.checkpoint.*", "critic.checkpoint.*"),
+    _ignored("always on with tp, and over all data-parallel ranks", "aorr.actor.megatron.sequence_parallel",
+             "aorr.actor.megatron.use_distributed_optimizer"),
+    _missing("only Megatron's distributed optimizer shards Megatron models", "aorr.actor.megatron.use_megatron_fsdp"),
+    _missing("quantization-aware training is not here", "aorr.actor.qat.*", "aorr.rollout.qat.*", "aorr.rollout.qat",
+             "aorr.actor.fsdp_config.qat.*", "aorr.actor.megatron.qat.*", "aorr.ref.fsdp_config.qat.*",
+             "critic.fsdp.qat.*"),
+    _missing("write actor.offload, or actor.optimizer.nvme_folder for a disk", "aorr.actor.megatron.offload.*",
+             "aorr.ref.megatron.offload.*", "critic.megatron.offload.*"),
+    _missing("fields of other models are those of the actor: megatron", "aorr.ref.megatron.override_*",
+             "critic.megatron.override_transformer_config.*", "critic.megatron.override_ddp_config.*",
+             "critic.optim.override_optimizer_config.*", "aorr.ref.megatron.override_transformer_config.*",
+             "aorr.ref.megatron.override_ddp_config.*", "aorr.actor.megatron.override_mcore_model_config.*",
+             "aorr.actor.megatron.override_mcore_model_config", "aorr.ref.megatron.override_transformer_config",
+             "aorr.actor.optim.override_optimizer_config", "critic.optim.override_optimizer_config",
+             "aorr.actor.megatron.override_ddp_config", "aorr.actor.megatron.override_transformer_config",
+             off=(*OFF, "{}")),
+    _missing("warm-up starts at 0, decay is that of the schedule, and weight decay is constant",
+             "aorr.actor.optim.lr_warmup_init", "aorr.actor.optim.num_cycles", "aorr.actor.optim.lr_wsd_decay_style",
+             "aorr.actor.optim.lr_wsd_decay_steps", "aorr.actor.optim.weight_decay_incr_style",
+             "critic.optim.lr_warmup_init", "critic.optim.num_cycles", "critic.optim.lr_wsd_decay_style",
+             "critic.optim.lr_wsd_decay_steps", "critic.optim.weight_decay_incr_style",
+             off=(*OFF, 0.5, "exponential", "constant")),
+    _ignored("a checkpoint has the state of optimizer and schedule",
+             "aorr.actor.optim.use_checkpoint_opt_param_scheduler", "critic.optim.use_checkpoint_opt_param_scheduler"),
+    _ignored("they follow from the job", "aorr.actor.optim.total_training_steps", "critic.optim.total_training_steps",
+             "aorr.actor.optim.optimizer_impl", "critic.optim.optimizer_impl", "aorr.actor.optim.zero_indexed_step",
+             "critic.optim.zero_indexed_step", "critic.enable", "aorr.ref.strategy", "critic.strategy",
+             "aorr.ref.fsdp_config.*", "aorr.ref.megatron.*", "aorr.actor.megatron.*", "aorr.actor.fsdp_config.*",
+             "critic.megatron.*", "critic.fsdp.*", "aorr.ref.router_replay.*", "aorr.actor.router_replay.*"),
+    _missing("a loss of its own is a recipe: docs/guides/add_a_recipe.md", "aorr.actor.policy_loss.*"),
+    _missing("write algorithm.off_policy", "aorr.actor.tis_imp_ratio_cap", "algorithm.rollout_correction.*"),
+    # Rollout.
+    _ignored("processes of engines are the job's", "aorr.nccl_timeout", "critic.nccl_timeout", "aorr.rollout.mode",
+             "aorr.rollout.load_format", "aorr.rollout.skip_tokenizer_init", "aorr.rollout.disable_log_stats",
+             "aorr.rollout.calculate_log_probs", "aorr.rollout.logprobs_mode", "aorr.rollout.scheduling_policy",
+             "aorr.rollout.layered_summon", "aorr.rollout.multi_stage_wake_up", "aorr.rollout.layer_name_map.*",
+             "aorr.rollout.checkpoint_engine.*", "aorr.rollout.n_gpus_per_node", "aorr.rollout.engine_kwargs.*",
+             "aorr.rollout.cudagraph_capture_sizes", "aorr.rollout.moe_load_balance_metrics_interval",
+             "aorr.rollout.update_weights_bucket_megabytes", "aorr.rollout.disaggregation.*"),
+    _ignored("it follows from data.max_prompt_length and data.max_response_length", "aorr.rollout.prompt_length",
+             "aorr.rollout.response_length", "aorr.rollout.max_model_len"),
+    _ignored("engines compute in the actor's type, and draw from it where do_sample is off in evaluation only",
+             "aorr.rollout.dtype", "aorr.rollout.do_sample"),
+    _missing("responses end with the model's stop tokens", "aorr.rollout.ignore_eos"),
+    _missing("seeds of samples follow from job.seed", "aorr.rollout.seed", off=(*OFF, 42)),
+    _missing("rollout.extra_prompts is a number of prompts", "aorr.rollout.over_sample_rate"),
+    _ask("agents and tools: docs/agents.md and docs/agent_tools.md", "aorr.rollout.agent.*", "aorr.rollout.multi_turn.*",
+         "data.tool_config_path", "data.function_tool_path", off=(*OFF, 8, "single_turn_agent", 1, 256, "middle",
+                                                                  "strict")),
+    _ask("write tracking, where records of samples and metrics go", "aorr.rollout.trace.*", "aorr.rollout.prometheus.*",
+         off=(*OFF, 9090)),
+    _missing("evaluations have other keys", "aorr.rollout.val_kwargs.*"),
+    # Data.
+    _ignored("a batch of a rollout has prompts_per_iteration prompts, and a further one follows where groups are left "
+             "out", "data.gen_batch_size", "data.val_batch_size"),
+    _ignored("prompts are read by the job itself", "data.dataloader_num_workers", "data.filter_overlong_prompts_workers",
+             "data.return_raw_input_ids", "data.return_raw_chat", "data.return_full_prompt",
+             "data.return_multi_modal_inputs", "data.image_patch_size", "data.validation_shuffle",
+             "data.mm_processor_kwargs.*"),
+    _ignored("data_source stays in the record, where verl's functions find it", "data.reward_fn_key"),
+    _missing("prompts are drawn in random order, all of them", "data.shuffle", "data.train_max_samples",
+             off=(None, True, -1)),
+    _missing("images are read, not video and audio", "data.video_key", "data.audio_key",
+             off=(*OFF, "videos", "audios")),
+    _missing("write rollout.chat_template_options with agents; templates take no options otherwise",
+             "data.apply_chat_template_kwargs.*"),
+    _ask("write data.prepare, a function of a record, or data.curriculum", "data.custom_cls.*", "data.sampler.*",
+         "data.datagen.*", "data.filter_prompts"),
+    # Reward.
+    _ask("write reward.function=verl_mg.rewards.sandbox_fusion:SandboxFusion, with its options",
+         "reward.sandbox_fusion.*", off=(*OFF, 64, 1024)),
+    _ignored("responses are as long as rollout.max_new_tokens", "reward.reward_kwargs.max_resp_len",
+             "reward.reward_kwargs.overlong_buffer_cfg.log"),
+    _ignored("a reward model is one more role on the actor's ranks", "reward.reward_model.*",
+             "reward.launch_reward_fn_async"),
+    _missing("options of the reward are reward.options", "reward.reward_kwargs.*", "reward.compute_score_kwargs.*",
+             "reward.reward_manager.*", "reward.custom_reward_function.*", off=(*OFF, "register",
+                                                                                "custom_reward_manager")),
+    # The run.
+    _ignored("rows are always balanced over the ranks", "trainer.balance_batch"),
+    _ignored("samples are always recorded in job.output", "trainer.rollout_data_dir", "trainer.validation_data_dir",
+             "trainer.log_val_generations"),
+    _ignored("checkpoints are whole, and of all roles", "trainer.max_critic_ckpt_to_keep", "trainer.default_hdfs_dir",
+             "trainer.del_local_ckpt_after_load", "trainer.esi_redundant_time", "trainer.use_legacy_worker_impl"),
+    _missing("verl-mg eval evaluates a model", "trainer.val_only"),
+    _ask("give that run's folder as job.output, or model.path to start anew", "trainer.resume_from_path"),
+    _missing("there are CUDA and the CPU", "trainer.device", off=(*OFF, "cuda")),
+)  # fmt: skip
