@@ -90,7 +90,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", metavar="FILE", default="sharding_table.json", help="file to write (default: %(default)s)")
     meaning = "write a configuration of verl's PPO trainer as one of ours, and list what has no counterpart"
     add = command("from-verl", _from_verl, meaning).add_argument
-    add("config", metavar="CONFIG", type=Path, help="verl's YAML file, or the script .sh that starts verl.trainer.main_ppo")
+    add(
+        "config",
+        metavar="CONFIG",
+        type=Path,
+        help="verl's YAML file, or the script .sh that starts verl.trainer.main_ppo",
+    )
     add("overrides", nargs="*", metavar="a.b=c", help="verl's overrides")
     add("--output", metavar="FILE", type=Path, help="file to write (default: print it)")
     add = command("models", _models, "families of models and what works with each, or with one model").add_argument

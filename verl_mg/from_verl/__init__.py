@@ -6,5 +6,5 @@
                                      remarks.py ──▶ what has no counterpart, a line for each
                                    translate.py ──▶ checked configuration of a recipe
 
-Names are those of verl 0.9.1, in which `aorr` stands for `actor_rollout_ref`; reading.py has older names.
+Keys have the names of verl 0.9.1, with `aorr` for `actor_rollout_ref`; reading.py knows older names.
 """

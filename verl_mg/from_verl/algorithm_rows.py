@@ -22,6 +22,7 @@ from verl_mg.from_verl.rows import (
     same,
 )
 
+
 def _sources(key: str, ours: str) -> Callable[[VerlJob], Values]:
     def convert(job: VerlJob) -> Values:
         value = job[key]
@@ -43,7 +44,7 @@ def _sources(key: str, ours: str) -> Callable[[VerlJob], Values]:
             if any("weight" not in source for source in names.values()):
                 for source in names.values():
                     source.pop("weight", None)
-                text = "files are concatenated there and drawn from by weight here: write data.train.NAME.weight as rows"
+                text = "rows of all files are drawn alike there, by weight here: write data.train.NAME.weight as rows"
                 job.report(ASK, key, text)
         return {ours: names}
 
@@ -62,7 +63,7 @@ def _reward(job: VerlJob) -> Values:
     if job["reward.reward_model.enable"]:
         values = {"reward.from_model": True, "reward_model.path": job["reward.reward_model.model_path"]}
         if path:
-            job.report(NONE, "reward.custom_reward_function.path", "a reward model scores samples alone")
+            job.report(NONE, "reward.custom_reward_function.path", "with a reward model no function is called")
         return values
     options = job.section("reward.custom_reward_function.reward_kwargs")
     if path:
@@ -125,7 +126,9 @@ def _kl(job: VerlJob) -> Values:
     if not job.has_reference:
         return {}
     if job["algorithm.use_kl_in_reward"] and job["aorr.actor.use_kl_loss"]:
-        raise job.refusal("algorithm.use_kl_in_reward", "recipes have one KL penalty. Set use_kl_loss=false or this one")
+        raise job.refusal(
+            "algorithm.use_kl_in_reward", "recipes have one KL penalty. Set use_kl_loss=false or this one"
+        )
     in_reward = bool(job["algorithm.use_kl_in_reward"])
     key = "algorithm.kl_penalty" if in_reward else "aorr.actor.kl_loss_type"
     name = str(job[key])
@@ -142,9 +145,8 @@ def _kl(job: VerlJob) -> Values:
 
 
 def _minibatches(job: VerlJob) -> Values:
-    for key, own in (("aorr.actor.ppo_mini_batch_size", True), ("critic.ppo_mini_batch_size", job.has_critic)):
-        if own and key.startswith("critic") and job[key] != job["aorr.actor.ppo_mini_batch_size"]:
-            job.report(NONE, key, "actor and critic take the same number of steps")
+    if job.has_critic and job["critic.ppo_mini_batch_size"] != job["aorr.actor.ppo_mini_batch_size"]:
+        job.report(NONE, "critic.ppo_mini_batch_size", "actor and critic take the same number of steps")
     return {"algorithm.num_minibatches": job.minibatches}
 
 
@@ -167,7 +169,7 @@ def _filter(job: VerlJob) -> Values:
     if not job["algorithm.filter_groups.enable"]:
         return {}
     rounds = job["algorithm.filter_groups.max_num_gen_batches"]
-    if job["algorithm.filter_groups.metric"] not in (None, "acc", "score", "seq_reward"):
+    if job["algorithm.filter_groups.metric"] not in (None, "reward", "acc", "score", "seq_reward"):
         job.report(NONE, "algorithm.filter_groups.metric", "groups are kept whose rewards differ")
     return {"algorithm.max_sampling_rounds": rounds if rounds > 0 else NO_LIMIT}
 
@@ -239,7 +241,7 @@ ALGORITHM = (
          when=advantage_is("grpo", "grpo_vectorized")),
     Row(("algorithm.filter_groups.max_num_gen_batches", "algorithm.filter_groups.metric"),
         ("algorithm.max_sampling_rounds",), _filter,
-        "of `recipes/dapo.py`; at the limit verl stops with an error, and the recipe trains on what it has"),
+        "of `recipes/dapo.py`; at the limit verl stops with an error, and the recipe trains on fewer groups"),
     Row(("algorithm.use_kl_in_reward", "aorr.actor.use_kl_loss", "algorithm.kl_penalty", "aorr.actor.kl_loss_type",
          "algorithm.kl_ctrl.kl_coef", "aorr.actor.kl_loss_coef", "algorithm.kl_ctrl.type",
          "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),
@@ -258,7 +260,8 @@ ALGORITHM = (
         "here the number of parts: 512 prompts in parts of 128 are 4"),
     Row(("aorr.actor.ppo_epochs", "critic.ppo_epochs"), ("algorithm.num_epochs",), _epochs),
     Row(("aorr.actor.clip_ratio_low",), ("algorithm.clip_low", "algorithm.limit_low", "algorithm.divergence"),
-        lambda job: _clips(job, "low"), "`clip_ratio` has no effect there unless this key is null; a divergence with `dppo_tv`", CLIPPED),
+        lambda job: _clips(job, "low"), "`clip_ratio` has an effect there only where this is null; `limit_low` of DPPO",
+        CLIPPED),
     Row(("aorr.actor.clip_ratio_high",), ("algorithm.clip_high", "algorithm.limit_high"),
         lambda job: _clips(job, "high"), "", CLIPPED),
     Row(("aorr.actor.clip_ratio_c",), ("algorithm.dual_clip", "algorithm.ratio_limit"), _ratio_limit,
@@ -269,7 +272,7 @@ ALGORITHM = (
     same("aorr.actor.entropy_coeff", "algorithm.entropy_coefficient", "0.001 in verl before 0.3"),
     same("aorr.actor.tau_pos", "algorithm.tau_positive", "of `recipes/sapo.py`", loss_is("sapo")),
     same("aorr.actor.tau_neg", "algorithm.tau_negative", "of `recipes/sapo.py`", loss_is("sapo")),
-    same("aorr.actor.policy_loss.clip_cov_ratio", "algorithm.fraction", "of `recipes/clip_cov.py`", loss_is("clip_cov")),
+    same("aorr.actor.policy_loss.clip_cov_ratio", "algorithm.fraction", "`recipes/clip_cov.py`", loss_is("clip_cov")),
     same("aorr.actor.policy_loss.clip_cov_lb", "algorithm.covariance_low", "", loss_is("clip_cov")),
     same("aorr.actor.policy_loss.clip_cov_ub", "algorithm.covariance_high", "", loss_is("clip_cov")),
     same("aorr.actor.policy_loss.kl_cov_ratio", "algorithm.fraction", "of `recipes/kl_cov.py`", loss_is("kl_cov")),
@@ -279,4 +282,3 @@ ALGORITHM = (
     Row(("algorithm.pf_ppo.reweight_method", "algorithm.pf_ppo.weight_pow"),
         ("algorithm.resampling", "algorithm.power", "algorithm.buffer_samples"), _pf_ppo, "of `recipes/pf_ppo.py`"),
 )  # fmt: skip
-

@@ -16,7 +16,7 @@ from verl_mg.from_verl.reading import LONG, SHORT, Given, flat, resolved
 DEFAULTS: Given = flat(yaml.safe_load(Path(__file__).with_name("defaults.yaml").read_text(encoding="utf-8")))
 """Values that verl assumes, by key."""
 Kind = Literal["no counterpart", "ask", "ignored", "unknown"]
-"""no counterpart: the job means something else in this. ask: a choice that is the user's. ignored: nothing is lost."""
+"""Fate of a key. no counterpart: the job means something else. ask: the user's choice. ignored: nothing is lost."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,19 @@ class VerlJob:
         return values
 
     def report(self, kind: Kind, key: str, text: str) -> None:
-        """Adds a line about a key."""
+        """Adds a line about a key and its value."""
         self.remarks.append(Remark(kind, (key,), text))
 
     def refusal(self, key: str, text: str) -> UserError:
         """Returns the error of a value with which no job means the same."""
         return UserError(f"{key.replace(SHORT, LONG)}={self[key]}: {text}.")
+
+    def count(self, key: str) -> int:
+        """Returns the value of a key that is a number above 0."""
+        value = self[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.refusal(key, "not a number above 0. Correct it")
+        return value
 
     @property
     def megatron(self) -> bool:
@@ -83,12 +90,12 @@ class VerlJob:
 
     @property
     def loss(self) -> str:
-        """Name of the policy loss."""
+        """Name of the policy loss, its loss_mode."""
         return str(self["aorr.actor.policy_loss.loss_mode"])
 
     @property
     def advantage(self) -> str:
-        """Name of the advantage."""
+        """Name of the advantage, its adv_estimator."""
         return str(self["algorithm.adv_estimator"])
 
     @property
@@ -103,27 +110,27 @@ class VerlJob:
 
     @property
     def ranks_of_a_node(self) -> int:
-        """GPUs of a node."""
-        return int(self["trainer.n_gpus_per_node"])
+        """Number of GPUs of a node."""
+        return self.count("trainer.n_gpus_per_node")
 
     @property
     def ranks(self) -> int:
-        """GPUs of the job."""
-        return int(self["trainer.nnodes"]) * self.ranks_of_a_node
+        """Number of GPUs of the job."""
+        return self.count("trainer.nnodes") * self.ranks_of_a_node
 
     @property
     def minibatches(self) -> int:
         """Optimizer steps of an epoch."""
-        prompts, size = self["data.train_batch_size"], self["aorr.actor.ppo_mini_batch_size"]
+        prompts, size = self.count("data.train_batch_size"), self.count("aorr.actor.ppo_mini_batch_size")
         if prompts % size:
             text = f"it does not divide the {prompts} prompts of data.train_batch_size. Choose one that does"
             raise self.refusal("aorr.actor.ppo_mini_batch_size", text)
-        return int(prompts // size)
+        return prompts // size
 
     @property
     def updates(self) -> int:
         """Optimizer steps of an iteration. verl's schedules count iterations, ours optimizer steps."""
-        return self.minibatches * int(self["aorr.actor.ppo_epochs"])
+        return self.minibatches * self.count("aorr.actor.ppo_epochs")
 
     @cached_property
     def iterations(self) -> int | None:
@@ -137,7 +144,7 @@ class VerlJob:
         counted = sum(row for row in rows if row)
         if not all(rows):
             return None
-        return int(counted // self["data.train_batch_size"] * self["trainer.total_epochs"])
+        return counted // self.count("data.train_batch_size") * self.count("trainer.total_epochs") or None
 
     def rows_of(self, file: str) -> int | None:
         """Returns the rows of a Parquet file; None where it is not here."""

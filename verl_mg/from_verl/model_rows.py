@@ -188,7 +188,7 @@ def _obstacle(part: str, name: str, value: object) -> str:
 def _replay(job: VerlJob) -> Values:
     mode = job["aorr.actor.router_replay.mode"]
     if mode not in ("disabled", "R3", None):
-        job.report(NONE, "aorr.actor.router_replay.mode", "experts are those of the engine (R3), or not replayed")
+        job.report(NONE, "aorr.actor.router_replay.mode", "the experts of the engine are replayed (R3), or none")
     return {"rollout.replay_routing": bool(job["aorr.rollout.enable_rollout_routing_replay"]) or mode == "R3"}
 
 
@@ -216,9 +216,7 @@ def _of(section: str, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _critic_only(condition: Condition) -> Condition:
-    return Condition(
-        lambda job: job.has_critic and condition.holds(job), f"without a critic, or {condition.otherwise}"
-    )
+    return Condition(lambda job: job.has_critic and condition.holds(job), f"without a critic, or {condition.otherwise}")
 
 
 def _trained(theirs: str, fsdp: str, model: str, ours: str, also: Callable[[Condition], Condition]) -> tuple[Row, ...]:
@@ -252,13 +250,13 @@ def _trained(theirs: str, fsdp: str, model: str, ours: str, also: Callable[[Cond
 MODELS = (
     Row(("aorr.model.path",), ("model.path",), lambda job: {"model.path": str(Path(str(job["aorr.model.path"]))
         .expanduser())}, "a directory, or a name of the Hugging Face hub"),
-    Row(("aorr.actor.strategy",), (), lambda job: {}, "`actor.backend`"),
+    Row(("aorr.actor.strategy",), ("actor.backend",), lambda job: {}, "`fsdp2` is `fsdp`"),
     Row(("aorr.actor.megatron.dtype", "aorr.actor.fsdp_config.dtype"), ("model.dtype",), _dtype,
         "bfloat16 has float32 master weights in both"),
     Row(("aorr.model.lora_rank", "aorr.model.lora_alpha", "aorr.model.target_modules", "aorr.model.lora_adapter_path",
          "aorr.model.lora.rank", "aorr.model.lora.alpha", "aorr.model.lora.target_modules",
          "aorr.model.lora.adapter_path"),
-        ("actor.lora.rank", "actor.lora.alpha", "actor.lora.targets", "actor.lora.path"), _adapters),
+        ("actor.lora",), _adapters, "`{rank: 16, alpha: 32}`"),
     *_trained("aorr.actor", "aorr.actor.fsdp_config", "aorr.model", "actor", lambda condition: condition),
     Row(("aorr.actor.fsdp_config.fsdp_size",), ("fsdp.replicas",),
         lambda job: {} if job["aorr.actor.fsdp_config.fsdp_size"] in (-1, None)
@@ -268,12 +266,14 @@ MODELS = (
     same("aorr.actor.fsdp_config.offload_policy", "fsdp.cpu_offload", when=FSDP),
     same("aorr.actor.freeze_vision_tower", "fsdp.freeze_vision_tower", when=FSDP),
     same("aorr.actor.megatron.dynamic_context_parallel", "actor.dynamic_context", when=MEGATRON),
-    Row(("aorr.actor.megatron.override_transformer_config.*",), ("megatron.transformer",), _fields("aorr.actor.megatron.override_transformer_config", "transformer"),
+    Row(("aorr.actor.megatron.override_transformer_config.*",), ("megatron.transformer",), 
+        _fields("aorr.actor.megatron.override_transformer_config", "transformer"),
         "megatron-core's own names, for all models of the job", MEGATRON),
     Row(("aorr.actor.megatron.override_ddp_config.*",), ("megatron.ddp",),
         _fields("aorr.actor.megatron.override_ddp_config", "ddp"), "", MEGATRON),
     Row(("aorr.actor.optim.override_optimizer_config.*",), ("megatron.optimizer", "actor.optimizer.cpu_offload"),
-        _fields("aorr.actor.optim.override_optimizer_config", "optimizer"), "`optimizer_cpu_offload` computes the step there", MEGATRON),
+        _fields("aorr.actor.optim.override_optimizer_config", "optimizer"),
+        "`optimizer_cpu_offload` computes the step there", MEGATRON),
     Row(("aorr.actor.router_replay.mode", "aorr.rollout.enable_rollout_routing_replay"), ("rollout.replay_routing",),
         _replay, "`R3`"),
     Row(("critic.model.path",), ("critic.path",), _critic_path, "", CRITIC),

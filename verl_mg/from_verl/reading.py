@@ -1,8 +1,8 @@
 """Reads a configuration of verl: YAML as written or dumped by hydra, or the script that starts verl, and overrides.
 
-    run.sh      n=8; python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$n  ─┐
-    config.yaml actor_rollout_ref: {rollout: {n: 8}}                                  ─┼─▶ {"aorr.rollout.n": 8}
-    overrides   actor_rollout_ref.rollout.n=8, also with + or ++ in front             ─┘
+run.sh      n=8; python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.n=$n  ─┐
+config.yaml actor_rollout_ref: {rollout: {n: 8}}                                  ─┼─▶ {"aorr.rollout.n": 8}
+overrides   actor_rollout_ref.rollout.n=8, also with + or ++ in front             ─┘
 """
 
 from __future__ import annotations
@@ -85,18 +85,15 @@ def resolved(values: Mapping[str, Any], key: str, default: Mapping[str, Any], de
     return _filled(value, key, values, default, depth)
 
 
-INNERMOST = re.compile(r"\$\{([^${}]*)\}")
+INNERMOST = re.compile(r"\$\{((?:[^${}]|\{\})*)\}")
 
 
 def _filled(value: Any, key: str, values: Mapping[str, Any], default: Mapping[str, Any], depth: int) -> Any:
-    while isinstance(value, str) and (found := INNERMOST.search(value)):
+    while isinstance(value, str) and (inside := INNERMOST.search(value)):
         if depth > 20:
             raise UserError(f"{key}: {value!r} refers to itself. Write a value.")
-        inner = _referred(found[1].strip(), key, values, default, depth)
-        if found[0] == value.strip():
-            value = inner
-        else:
-            value = value.replace(found[0], str(inner))
+        inner = _referred(inside[1].strip(), key, values, default, depth)
+        value = inner if inside[0] == value.strip() else value.replace(inside[0], str(inner))
     return value
 
 

@@ -9,8 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_mg.from_verl.job import Kind
+from verl_mg.from_verl.job import Kind, VerlJob
 
+MUON = (
+    *("use_precision_aware_optimizer", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "muon_momentum"),
+    *("use_layer_wise_distributed_optimizer", "muon_nesterov", "muon_split_qkv", "muon_scale_mode", "muon_tp_mode"),
+    *("muon_coefficient_type", "muon_num_ns_steps", "muon_fp32_matmul_prec", "muon_extra_scale_factor"),
+    *("muon_scalar_optimizer", "muon_match_adamw_update_rms"),
+)
+"""Options of optimizers of Megatron with no key here."""
 OFF = (None, False, 0, -1, "", "disabled", "none")
 
 
@@ -22,35 +29,53 @@ class Unread:
     text: str
     keys: tuple[str, ...]
     off: tuple[Any, ...] = OFF
+    switch: str = ""  # key of a section without which its other keys do nothing
 
     def fits(self, key: str) -> bool:
         """Whether a key of verl is one of them."""
-        return any(key == name or (name.endswith(".*") and key.startswith(name[:-1])) for name in self.keys)
+        return self._section(key) is not None
+
+    def is_off(self, key: str, job: VerlJob) -> bool:
+        """Whether a key that fits does nothing."""
+        section = self._section(key)
+        value = job[f"{section}.{self.switch}"] if self.switch and section else job[key]
+        return value in self.off or value in ([], {})
+
+    def _section(self, key: str) -> str | None:
+        for name in self.keys:
+            section = name.removesuffix(".*")
+            if key == section or (name != section and key.startswith(f"{section}.")):
+                return section
+        return None
 
 
 def _ignored(text: str, *keys: str) -> Unread:
     return Unread("ignored", text, keys)
 
 
-def _missing(text: str, *keys: str, off: tuple[Any, ...] = OFF) -> Unread:
-    return Unread("no counterpart", text, keys, off)
+def _missing(text: str, *keys: str, off: tuple[Any, ...] = OFF, switch: str = "") -> Unread:
+    return Unread("no counterpart", text, keys, off, switch)
 
 
-def _ask(text: str, *keys: str, off: tuple[Any, ...] = OFF) -> Unread:
-    return Unread("ask", text, keys, off)
+def _ask(text: str, *keys: str, off: tuple[Any, ...] = OFF, switch: str = "") -> Unread:
+    return Unread("ask", text, keys, off, switch)
 
 
 UNREAD = (
     # Sections, whole.
     _ignored("there is no Ray", "ray_kwargs.*", "trainer.ray_wait_register_center_timeout", "transfer_queue.*"),
-    _ask("write the section profile", "global_profiler.*", "aorr.actor.profiler.*", "aorr.ref.profiler.*",
-         "aorr.rollout.profiler.*", "critic.profiler.*", "reward.reward_model.profiler.*", "trainer.profile_steps"),
-    _missing("rollouts are not cached; a run is trained again with --replay", "skip.*", "aorr.rollout.skip_rollout",
-             "aorr.rollout.skip_dump_dir"),
-    _missing("a job that distils is another recipe: docs/distillation.md", "distillation.*"),
-    _missing("write rollout.mode=one_step_off or async, with rollout.num_ranks", "async_training.*", "trainer.v1.*",
-             "trainer.use_v1", "rollout.*", "aorr.rollout.nnodes", "aorr.hybrid_engine",
-             off=(*OFF, True, "sync", "drop")),
+    _ask("write the section profile", "aorr.actor.profiler.*", "aorr.ref.profiler.*", "aorr.rollout.profiler.*",
+         "critic.profiler.*", "reward.reward_model.profiler.*", switch="enable"),
+    _ask("write the section profile", "global_profiler.*", "trainer.profile_steps", switch="tool"),
+    _missing("rollouts are not cached; a run is trained again with --replay", "skip.rollout.*", "skip.rollout_tq.*",
+             "skip.async_rollout.*", switch="enable"),
+    _missing("rollouts are not cached; a run is trained again with --replay", "aorr.rollout.skip_rollout",
+             "aorr.rollout.skip_dump_dir", off=(*OFF, "/tmp/rollout_dump")),
+    _missing("a job that distils is another recipe: docs/distillation.md", "distillation.*", switch="enabled"),
+    _missing("write rollout.mode=one_step_off or async, with rollout.num_ranks", "trainer.v1.*", off=(*OFF, "sync"),
+             switch="trainer_mode"),
+    _missing("write rollout.mode=one_step_off or async, with rollout.num_ranks", "async_training.*", "trainer.use_v1",
+             "rollout.*", "aorr.rollout.nnodes", "aorr.hybrid_engine", off=(*OFF, True)),
     # The actor.
     _ignored("micro-batches hold rows without padding, always", "aorr.model.use_remove_padding",
              "aorr.actor.use_remove_padding", "critic.model.use_remove_padding", "aorr.actor.pad_to_length",
@@ -62,7 +87,7 @@ UNREAD = (
              "critic.forward_max_token_len_per_gpu", "aorr.ref.log_prob_micro_batch_size",
              "aorr.rollout.log_prob_micro_batch_size", "aorr.rollout.log_prob_micro_batch_size_per_gpu",
              "aorr.rollout.log_prob_use_dynamic_bsz", "aorr.rollout.log_prob_max_token_len_per_gpu"),
-    _ignored("verl reads clip_ratio_low and clip_ratio_high, which are 0.2 unless they are set", "aorr.actor.clip_ratio"),
+    _ignored("verl reads clip_ratio_low and clip_ratio_high, by default 0.2", "aorr.actor.clip_ratio"),
     _ignored("log-probs and entropy are computed in chunks, without whole logits", "aorr.model.use_fused_kernels",
              "aorr.model.fused_kernel_options.*", "aorr.actor.use_fused_kernels", "aorr.model.use_liger",
              "aorr.actor.entropy_from_logits_with_chunking", "aorr.actor.entropy_from_logits_chunk_size",
@@ -86,13 +111,13 @@ UNREAD = (
     _ignored("files are read where they are", "aorr.model.use_shm", "critic.model.use_shm", "data.use_shm"),
     _missing("activations are recomputed, not offloaded", "aorr.model.enable_activation_offload",
              "critic.model.enable_activation_offload"),
-    _missing("adapters are PEFT's: write actor.lora", "aorr.model.exclude_modules", "aorr.model.lora.*",
-             "aorr.model.lora_dtype"),
-    _missing("a critic is trained without adapters unless critic.lora is written", "critic.model.lora_rank",
-             "critic.model.lora_alpha", "critic.model.target_modules", "critic.model.exclude_modules",
-             "critic.model.lora_adapter_path", "critic.model.lora.*"),
+    _missing("adapters are PEFT's: write actor.lora", "aorr.model.lora.*", switch="rank"),
+    _missing("adapters are PEFT's: write actor.lora", "aorr.model.exclude_modules", "aorr.model.lora_dtype"),
+    _missing("write critic.lora", "critic.model.lora.*", switch="rank"),
+    _missing("write critic.lora", "critic.model.lora_rank", "critic.model.lora_alpha", "critic.model.target_modules",
+             "critic.model.exclude_modules", "critic.model.lora_adapter_path", off=(*OFF, 16, "all-linear")),
     _ask("multi-token prediction: megatron.transformer.mtp_loss_scaling_factor, and arguments of the engine",
-         "aorr.model.mtp.*", "aorr.rollout.mtp.*", "critic.model.mtp.*", "aorr.rollout.mtp"),
+         "aorr.model.mtp.*", "aorr.rollout.mtp.*", "critic.model.mtp.*", switch="enable"),
     _ignored("samples stay in their order", "aorr.actor.shuffle", "aorr.actor.data_loader_seed", "critic.shuffle",
              "critic.data_loader_seed"),
     _ignored("it follows from rollout.n", "aorr.actor.rollout_n", "aorr.ref.rollout_n", "critic.rollout_n"),
@@ -105,19 +130,22 @@ UNREAD = (
     _ignored("always on with tp, and over all data-parallel ranks", "aorr.actor.megatron.sequence_parallel",
              "aorr.actor.megatron.use_distributed_optimizer"),
     _missing("only Megatron's distributed optimizer shards Megatron models", "aorr.actor.megatron.use_megatron_fsdp"),
-    _missing("quantization-aware training is not here", "aorr.actor.qat.*", "aorr.rollout.qat.*", "aorr.rollout.qat",
+    _missing("weights are not quantized in training", "aorr.actor.qat.*", "aorr.rollout.qat.*",
              "aorr.actor.fsdp_config.qat.*", "aorr.actor.megatron.qat.*", "aorr.ref.fsdp_config.qat.*",
-             "critic.fsdp.qat.*"),
+             "aorr.ref.megatron.qat.*", "critic.fsdp.qat.*", "critic.megatron.qat.*", switch="enable"),
+    _missing("Muon has momentum and a learning rate, and moments have a dtype: actor.optimizer",
+             *(f"{role}.optim.{name}" for role in ("aorr.actor", "critic") for name in MUON),
+             off=(*OFF, True, "fp32", 0.95, 1.0, 5, "spectral", "quintic", "blockwise", "medium", "adam")),
     _missing("write actor.offload, or actor.optimizer.nvme_folder for a disk", "aorr.actor.megatron.offload.*",
              "aorr.ref.megatron.offload.*", "critic.megatron.offload.*"),
-    _missing("fields of other models are those of the actor: megatron", "aorr.ref.megatron.override_*",
+    _missing("every model has the fields of the actor: megatron", "aorr.ref.megatron.override_moe_config.*",
              "critic.megatron.override_transformer_config.*", "critic.megatron.override_ddp_config.*",
-             "critic.optim.override_optimizer_config.*", "aorr.ref.megatron.override_transformer_config.*",
-             "aorr.ref.megatron.override_ddp_config.*", "aorr.actor.megatron.override_mcore_model_config.*",
-             "aorr.actor.megatron.override_mcore_model_config", "aorr.ref.megatron.override_transformer_config",
-             "aorr.actor.optim.override_optimizer_config", "critic.optim.override_optimizer_config",
-             "aorr.actor.megatron.override_ddp_config", "aorr.actor.megatron.override_transformer_config",
-             off=(*OFF, "{}")),
+             "critic.optim.override_optimizer_config.*", "critic.megatron.override_mcore_model_config.*",
+             "aorr.ref.megatron.override_transformer_config.*", "aorr.ref.megatron.override_ddp_config.*",
+             "aorr.ref.megatron.override_mcore_model_config.*", "aorr.actor.megatron.override_mcore_model_config.*",
+             "aorr.actor.megatron.override_ddp_config.*", "aorr.actor.megatron.override_transformer_config.*",
+             "aorr.actor.optim.override_optimizer_config.*",
+             off=(*OFF, ["core_attn"], "flash")),
     _missing("warm-up starts at 0, decay is that of the schedule, and weight decay is constant",
              "aorr.actor.optim.lr_warmup_init", "aorr.actor.optim.num_cycles", "aorr.actor.optim.lr_wsd_decay_style",
              "aorr.actor.optim.lr_wsd_decay_steps", "aorr.actor.optim.weight_decay_incr_style",
@@ -131,7 +159,7 @@ UNREAD = (
              "critic.optim.zero_indexed_step", "critic.enable", "aorr.ref.strategy", "critic.strategy",
              "aorr.ref.fsdp_config.*", "aorr.ref.megatron.*", "aorr.actor.megatron.*", "aorr.actor.fsdp_config.*",
              "critic.megatron.*", "critic.fsdp.*", "aorr.ref.router_replay.*", "aorr.actor.router_replay.*"),
-    _missing("a loss of its own is a recipe: docs/guides/add_a_recipe.md", "aorr.actor.policy_loss.*"),
+    _missing("another loss is a recipe: docs/guides/add_a_recipe.md", "aorr.actor.policy_loss.*"),
     _missing("write algorithm.off_policy", "aorr.actor.tis_imp_ratio_cap", "algorithm.rollout_correction.*"),
     # Rollout.
     _ignored("processes of engines are the job's", "aorr.nccl_timeout", "critic.nccl_timeout", "aorr.rollout.mode",
@@ -148,16 +176,23 @@ UNREAD = (
     _missing("responses end with the model's stop tokens", "aorr.rollout.ignore_eos"),
     _missing("seeds of samples follow from job.seed", "aorr.rollout.seed", off=(*OFF, 42)),
     _missing("rollout.extra_prompts is a number of prompts", "aorr.rollout.over_sample_rate"),
-    _ask("agents and tools: docs/agents.md and docs/agent_tools.md", "aorr.rollout.agent.*", "aorr.rollout.multi_turn.*",
+    _missing("requests go to the engine that has a free place", "aorr.rollout.router_config_path"),
+    _missing("only SGLang has quantized weights: rollout.wire", "aorr.rollout.quantization_config_file"),
+    _missing("sums are divided by rollout.max_new_tokens", "critic.loss_scale_factor"),
+    _missing("checkpoints are read by the same command", "trainer.checkpoint_callback_class"),
+    _ask("agents and tools: docs/agents.md and docs/agent_tools.md", "aorr.rollout.agent.*",
+         "aorr.rollout.multi_turn.*",
          "data.tool_config_path", "data.function_tool_path", off=(*OFF, 8, "single_turn_agent", 1, 256, "middle",
                                                                   "strict")),
-    _ask("write tracking, where records of samples and metrics go", "aorr.rollout.trace.*", "aorr.rollout.prometheus.*",
-         off=(*OFF, 9090)),
+    _ask("write tracking, where records of samples and metrics go", "aorr.rollout.trace.*", switch="backend"),
+    _ask("write tracking.prometheus_port", "aorr.rollout.prometheus.*", switch="enable"),
     _missing("evaluations have other keys", "aorr.rollout.val_kwargs.*"),
     # Data.
     _ignored("a batch of a rollout has prompts_per_iteration prompts, and a further one follows where groups are left "
-             "out", "data.gen_batch_size", "data.val_batch_size"),
-    _ignored("prompts are read by the job itself", "data.dataloader_num_workers", "data.filter_overlong_prompts_workers",
+             "out", "data.gen_batch_size", "data.val_batch_size",
+             "algorithm.filter_groups.max_inflight_gen_batches"),
+    _ignored("prompts are read by the job itself", "data.dataloader_num_workers",
+             "data.filter_overlong_prompts_workers",
              "data.return_raw_input_ids", "data.return_raw_chat", "data.return_full_prompt",
              "data.return_multi_modal_inputs", "data.image_patch_size", "data.validation_shuffle",
              "data.mm_processor_kwargs.*"),
@@ -187,6 +222,6 @@ UNREAD = (
     _ignored("checkpoints are whole, and of all roles", "trainer.max_critic_ckpt_to_keep", "trainer.default_hdfs_dir",
              "trainer.del_local_ckpt_after_load", "trainer.esi_redundant_time", "trainer.use_legacy_worker_impl"),
     _missing("verl-mg eval evaluates a model", "trainer.val_only"),
-    _ask("give that run's folder as job.output, or model.path to start anew", "trainer.resume_from_path"),
+    _ask("give that run's folder as job.output", "trainer.resume_from_path"),
     _missing("there are CUDA and the CPU", "trainer.device", off=(*OFF, "cuda")),
 )  # fmt: skip

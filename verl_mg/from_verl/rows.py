@@ -3,7 +3,7 @@
     same("aorr.actor.clip_ratio_low", "algorithm.clip_low")                  the same value under another name
     Row(("trainer.save_freq",), ("checkpoint.every",), lambda job: {...})    a value that is computed
 
-A row reads values of a `VerlJob`, which are those of the file or verl's defaults. A value that has no counterpart is
+A row reads values of a `VerlJob`, of the file or else verl's defaults. A value that has no counterpart is
 reported by `job.report`, and never left out silently.
 """
 
@@ -47,7 +47,9 @@ FSDP = Condition(lambda job: not job.megatron, "with Megatron")
 CRITIC = Condition(lambda job: job.has_critic, "without a critic")
 REFERENCE = Condition(lambda job: job.has_reference, "without a KL penalty")
 CLIPPED = Condition(lambda job: job.loss not in ("gpg", "kl_cov", "sapo"), "with this loss, which clips no ratio")
-AGGREGATED = Condition(lambda job: job.loss not in ("gspo", "sapo", "geo_mean"), "with this loss, which averages itself")
+AGGREGATED = Condition(
+    lambda job: job.loss not in ("gspo", "sapo", "geo_mean"), "with this loss, which averages itself"
+)
 
 
 def loss_is(*losses: str) -> Condition:

@@ -107,7 +107,9 @@ def _every(job: VerlJob) -> Values:
     every = job["trainer.test_freq"]
     if every <= 0 and job["trainer.val_before_train"]:
         if "trainer.val_before_train" in job.given:
-            job.report(NONE, "trainer.val_before_train", "without test_freq there is no evaluation; write evaluation.every")
+            job.report(
+                NONE, "trainer.val_before_train", "without test_freq there is no evaluation; write evaluation.every"
+            )
     elif every > 0 and not job["trainer.val_before_train"]:
         job.report(NONE, "trainer.val_before_train", "with evaluation.every one runs before training too")
     return {"evaluation.every": max(int(every), 0)}
@@ -177,7 +179,8 @@ RUN = (
         "`hermes` is `qwen25`", MULTI_TURN),
     Row(("aorr.rollout.val_kwargs.n", "aorr.rollout.val_kwargs.temperature", "aorr.rollout.val_kwargs.top_p",
          "aorr.rollout.val_kwargs.top_k", "aorr.rollout.val_kwargs.do_sample"),
-        ("evaluation.samples", "evaluation.temperature", "evaluation.top_p"), _evaluation, "greedy without `do_sample`"),
+        ("evaluation.samples", "evaluation.temperature", "evaluation.top_p"), _evaluation,
+        "greedy without `do_sample`"),
     Row(("trainer.test_freq", "trainer.val_before_train"), ("evaluation.every",), _every, "before training too"),
     Row(("trainer.total_training_steps", "trainer.total_epochs"), ("job.iterations",), _iterations,
         "epochs follow from it"),

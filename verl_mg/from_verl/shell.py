@@ -22,7 +22,7 @@ TRAINERS = re.compile(r"(verl\.trainer\.|recipe\.dapo\.(src\.)?)main_(ppo|dapo)(
 OPENS, CLOSES = {"if", "case", "for", "while"}, {"fi", "esac", "done"}
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
 UNKNOWN = "\0"
-"""Stands in a word for a part that depends on the run."""
+"""Part of a word in place of text that depends on the run."""
 OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.floordiv,
     ast.Mod: operator.mod, ast.Pow: operator.pow,
@@ -52,7 +52,7 @@ def trainer_arguments(path: Path, overrides: list[str]) -> list[str]:
 
 def _statements(text: str) -> list[str]:
     """The commands of a script, each with its continued lines and what its quotes and brackets span."""
-    found, start, quote, depth, i = [], 0, "", 0, 0
+    statements, start, quote, depth, i = [], 0, "", 0, 0
     text = text.replace("\\\n", " ")
     while i < len(text):
         letter = text[i]
@@ -75,10 +75,10 @@ def _statements(text: str) -> list[str]:
         elif letter in ")}":
             depth = max(depth - 1, 0)
         elif (letter in "\n;&|" and not depth) or (letter == "\n" and text[start:i].count("(") == 0):
-            found.append(text[start:i])
+            statements.append(text[start:i])
             start, depth = i + 1, 0
         i += 1
-    return [*found, text[start:]]
+    return [*statements, text[start:]]
 
 
 class _Script:
@@ -165,13 +165,13 @@ class _Script:
 
     def _value(self, inside: str) -> str:
         """The value of `name`, or of `name:-default`."""
-        found = re.fullmatch(r"(\w+)(?::?-(.*))?", inside, re.DOTALL)
-        if found is None:
+        parts = re.fullmatch(r"(\w+)(?::?-(.*))?", inside, re.DOTALL)
+        if parts is None:
             return UNKNOWN
-        value = " ".join(self._variables.get(found[1], []))
-        if value or found[2] is None:
-            return value if found[1] in self._variables else UNKNOWN
-        return "".join(self._words(found[2]))
+        value = " ".join(self._variables.get(parts[1], []))
+        if value or parts[2] is None:
+            return value if parts[1] in self._variables else UNKNOWN
+        return "".join(self._words(parts[2]))
 
     def _number(self, text: str) -> str:
         names = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda name: self._value(name[1]), text)

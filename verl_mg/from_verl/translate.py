@@ -101,7 +101,7 @@ def recipe_name(job: VerlJob) -> str:
 
 
 def converted(job: VerlJob, recipe: Recipe) -> dict[str, Any]:
-    """Returns the values by our key: those that the file gives, and those of verl's defaults that differ from ours."""
+    """Returns the values by our key that the file gives, and verl's defaults that differ from ours."""
     values: dict[str, Any] = {}
     tree = tree_for(recipe.config)
     for row in ROWS:
@@ -111,11 +111,11 @@ def converted(job: VerlJob, recipe: Recipe) -> dict[str, Any]:
                 job.remarks.append(Remark("ignored", given, f"verl does not read it {row.when.otherwise}"))
             continue
         try:
-            found = row.convert(job)
+            written = row.convert(job)
         except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError):
             key = (given or row.theirs)[0]
             raise job.refusal(key, "not a value that verl takes. Correct it") from None
-        for key, value in found.items():
+        for key, value in written.items():
             default = default_of(tree, key)
             if default is MISSING:
                 fixed = FIXED.get((recipe.name, key), FIXED.get(("", key), MISSING))
@@ -132,19 +132,21 @@ MISSING = object()
 
 def default_of(tree: type[BaseModel], key: str) -> Any:
     """Returns the default of one of our keys, None for one without; MISSING where the recipe does not have it."""
-    found: Any = tree
+    holder: Any = tree
     for name in key.split("."):
-        if not isinstance(found, BaseModel | type):
+        if not isinstance(holder, BaseModel | type):
             return None  # within a mapping such as megatron.transformer, or a section that is null
-        kind = found if isinstance(found, type) else type(found)
+        kind = holder if isinstance(holder, type) else type(holder)
         if name not in kind.model_fields:
             return MISSING
         field = kind.model_fields[name]
-        found = getattr(found, name) if isinstance(found, BaseModel) else field.get_default(call_default_factory=True)
-        if found is PydanticUndefined:  # a required section, or a required value
+        holder = (
+            getattr(holder, name) if isinstance(holder, BaseModel) else field.get_default(call_default_factory=True)
+        )
+        if holder is PydanticUndefined:  # a required section, or a required value
             inner = subsection(field.annotation)
-            found = inner[1] if inner and not inner[0] else None
-    return list(found) if isinstance(found, tuple) else found
+            holder = inner[1] if inner and not inner[0] else None
+    return list(holder) if isinstance(holder, tuple) else holder
 
 
 def _add_unread(job: VerlJob) -> None:
@@ -155,7 +157,7 @@ def _add_unread(job: VerlJob) -> None:
         unread = next((unread for unread in UNREAD if unread.fits(key)), None)
         if unread is None:
             job.report("unknown", key, "not a key of verl 0.9.1 that is known here")
-        elif unread.kind == "ignored" or job[key] in unread.off or job[key] in ([], {}):
+        elif unread.kind == "ignored" or unread.is_off(key, job):
             text = unread.text if unread.kind == "ignored" else "off, or as here"
             job.remarks.append(Remark("ignored", (key,), text))
         else:
@@ -168,8 +170,8 @@ def _grouped(remarks: Iterable[Remark]) -> list[Remark]:
     for remark in remarks:
         key = (remark.kind, remark.text) if remark.kind == "ignored" else (remark.kind, f"{remark.text}\0{remark.keys}")
         groups.setdefault(key, []).extend(name for name in remark.keys if name not in groups.get(key, []))
-    found = [Remark(kind, tuple(keys), text.split("\0")[0]) for (kind, text), keys in groups.items()]  # type: ignore[arg-type]
-    return sorted(found, key=lambda remark: KINDS.index(remark.kind))
+    lines = [Remark(kind, tuple(keys), text.split("\0")[0]) for (kind, text), keys in groups.items()]  # type: ignore[arg-type]
+    return sorted(lines, key=lambda remark: KINDS.index(remark.kind))
 
 
 def _nested(values: dict[str, Any]) -> dict[str, Any]:
