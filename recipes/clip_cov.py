@@ -6,7 +6,10 @@ Few tokens cause most of the loss of entropy, as in KL-Cov. Differences from GRP
 
 - among tokens whose covariance of log-probability and advantage is between two bounds, a `fraction` of all tokens is
   drawn at random and excluded from the loss
+- the clip is wide, so that these exclusions take its place: ratios up to 2, and up to 10 where the advantage is below 0
 - every token has the same weight, whatever the length of its response
+
+The defaults are of the authors' script recipe/dapo/7b_clip_cov.sh, github.com/PRIME-RL/Entropy-Mechanism-of-RL.
 """
 
 from functools import partial
@@ -14,6 +17,7 @@ from functools import partial
 from pydantic import Field, PositiveInt
 
 from verl_mg.algorithms.advantages import group_relative, moments
+from verl_mg.algorithms.aggregation import LossAggregation
 from verl_mg.algorithms.losses import (
     clip_cov_loss,
     covariances,
@@ -42,11 +46,11 @@ class Config(RecipeConfig):
     """Lower bound of the covariance of the tokens that are drawn from."""
     covariance_high: float = 5.0
     """Upper bound of the covariance of the tokens that are drawn from."""
-    clip_low: float = Field(0.2, gt=0)
+    clip_low: float = Field(1.0, gt=0)
     """Distance of the lower bound of the ratio from 1."""
-    clip_high: float = Field(0.2, gt=0)
+    clip_high: float = Field(1.0, gt=0)
     """Distance of the upper bound of the ratio from 1."""
-    dual_clip: float | None = Field(None, gt=1)
+    dual_clip: float | None = Field(10.0, gt=1)
     """Bound of the ratio where the advantage is below 0; null sets no bound."""
     entropy_coefficient: float = Field(0.0, ge=0)
     """Weight of the entropy of each token's distribution, which is subtracted from the loss."""
@@ -54,6 +58,8 @@ class Config(RecipeConfig):
     """Penalty on the divergence from the reference policy."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
     """Correction of the difference between rollout engine and trainer."""
+    loss_aggregation: LossAggregation = "token-mean"
+    """Reduction of the token losses to one number: averages over tokens or over responses."""
     num_minibatches: PositiveInt = 1
     """Number of optimizer steps in an epoch, each with an equal part of the samples."""
     num_epochs: PositiveInt = 1
@@ -87,7 +93,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
             batch["old_logprobs"] = batch["rollout_logprobs"]
         if cfg.kl.enabled:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
-    add_off_policy_weights(batch, cfg.off_policy)
+    add_off_policy_weights(batch, cfg.off_policy, job.all_reduce_sum)
 
     advantages = group_relative(rewards_with_kl(batch, cfg.kl), batch["group"], batch["trajectory"])
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
@@ -106,9 +112,10 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     metrics = job.actor.update(
         batch,
         partial(policy_loss, cfg=cfg),
-        "token-mean",
+        cfg.loss_aggregation,
         num_minibatches=cfg.num_minibatches,
         num_epochs=cfg.num_epochs,
+        max_length=job.config.rollout.max_new_tokens,
     )
     job.rollout.update_weights(job.actor)
     kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}

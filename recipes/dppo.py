@@ -92,7 +92,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
             batch["old_logprobs"] = batch["rollout_logprobs"]
         if cfg.kl.enabled:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
-    add_off_policy_weights(batch, cfg.off_policy)
+    add_off_policy_weights(batch, cfg.off_policy, job.all_reduce_sum)
 
     scores = rewards_with_kl(batch, cfg.kl)
     advantages = group_relative(scores, batch["group"], batch["trajectory"], cfg.normalize_by_std)

@@ -81,7 +81,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
             batch["old_logprobs"] = batch["rollout_logprobs"]
         if cfg.kl.enabled:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
-    add_off_policy_weights(batch, cfg.off_policy)
+    add_off_policy_weights(batch, cfg.off_policy, job.all_reduce_sum)
 
     rewards, weights = weighted_parts(batch, cfg.rewards)
     advantages = gdpo(rewards, weights, batch["group"], batch["trajectory"])

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from pydantic import Field, PositiveInt
 
+from verl_mg.algorithms.aggregation import LossAggregation
 from verl_mg.algorithms.divergence import Divergence
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import RunningJob
@@ -29,6 +30,8 @@ class Config(RecipeConfig):
     """Divergence from the teacher that is the loss of a token."""
     data_fraction: float = Field(0.0, ge=0, le=1)
     """Share of the iterations that train on the answers of the data in place of samples: 1 - lambda of the paper."""
+    loss_aggregation: LossAggregation = "token-mean"
+    """Reduction of the token losses to one number: averages over tokens or over responses."""
     num_minibatches: PositiveInt = 1
     """Number of optimizer steps in an iteration, each with an equal part of the samples."""
 
@@ -55,8 +58,9 @@ def iteration(job: RunningJob, cfg: Config) -> Mapping[str, float]:
     metrics = job.actor.update(
         batch,
         divergence_loss,
-        "token-mean",
+        cfg.loss_aggregation,
         num_minibatches=cfg.num_minibatches,
+        max_length=job.config.rollout.max_new_tokens,
         teacher=job.teachers.comparison(cfg.divergence),
     )
     if cfg.data_fraction < 1:  # else there is no rollout

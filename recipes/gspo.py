@@ -13,6 +13,7 @@ from functools import partial
 from pydantic import Field, PositiveInt
 
 from verl_mg.algorithms.advantages import group_relative
+from verl_mg.algorithms.aggregation import LossAggregation
 from verl_mg.algorithms.losses import gspo_loss
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import RunningJob
@@ -40,6 +41,8 @@ class Config(RecipeConfig):
     """Penalty on the divergence from the reference policy."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
     """Correction of the difference between rollout engine and trainer."""
+    loss_aggregation: LossAggregation = "seq-mean-token-mean"
+    """Reduction of the token losses to one number: averages over tokens or over responses."""
     num_minibatches: PositiveInt = 1
     """Number of optimizer steps in an epoch, each with an equal part of the samples."""
     num_epochs: PositiveInt = 1
@@ -81,7 +84,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
             batch["old_logprobs"] = batch["rollout_logprobs"]
         if cfg.kl.enabled:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
-    add_off_policy_weights(batch, cfg.off_policy)
+    add_off_policy_weights(batch, cfg.off_policy, job.all_reduce_sum)
 
     advantages = group_relative(rewards_with_kl(batch, cfg.kl), batch["group"], batch["trajectory"])
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
@@ -89,9 +92,10 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     metrics = job.actor.update(
         batch,
         partial(policy_loss, cfg=cfg),
-        "seq-mean-token-mean",
+        cfg.loss_aggregation,
         num_minibatches=cfg.num_minibatches,
         num_epochs=cfg.num_epochs,
+        max_length=job.config.rollout.max_new_tokens,
     )
     job.rollout.update_weights(job.actor)
     kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}

@@ -80,7 +80,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
             batch["old_logprobs"] = batch["rollout_logprobs"]
         if cfg.kl.enabled:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
-    add_off_policy_weights(batch, cfg.off_policy)
+    add_off_policy_weights(batch, cfg.off_policy, job.all_reduce_sum)
 
     advantages = maxrl(batch["reward"], batch["group"], batch["trajectory"])
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]

@@ -15,6 +15,7 @@ import torch
 from pydantic import Field, PositiveInt, model_validator
 
 from verl_mg.algorithms.advantages import gae, moments, resampling_weights, select, whiten
+from verl_mg.algorithms.aggregation import LossAggregation
 from verl_mg.algorithms.losses import clipped_policy_loss, explained_variance, value_loss
 from verl_mg.batch import Batch
 from verl_mg.config import RecipeConfig
@@ -64,6 +65,8 @@ class Config(RecipeConfig):
     """Number of first iterations in which only the critic is trained."""
     value_clip: float | None = Field(0.5, gt=0)
     """Largest distance of a value from the one at the start of the iteration that has a gradient; null is unlimited."""
+    loss_aggregation: LossAggregation = "token-mean"
+    """Reduction of the token losses of actor and critic to one number: averages over tokens or over responses."""
     num_minibatches: PositiveInt = 1
     """Number of optimizer steps in an epoch, each with an equal part of the samples."""
     num_epochs: PositiveInt = 1
@@ -103,7 +106,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
         batch["old_logprobs"] = job.actor.compute_logprobs(batch)
         if cfg.kl.enabled:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
-    add_off_policy_weights(batch, cfg.off_policy)
+    add_off_policy_weights(batch, cfg.off_policy, job.all_reduce_sum)
 
     # Buffer: every rank keeps its rows of the newest groups.
     earlier = job.state.get("response_buffer")
@@ -132,11 +135,12 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
 
     train_actor = job.iteration > cfg.critic_warmup
     steps: dict[str, Any] = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
+    steps |= {"max_length": job.config.rollout.max_new_tokens}
     actor_metrics: Mapping[str, float] = {}
     with job.concurrent_roles():
-        critic_metrics = job.critic.update(batch, partial(critic_loss, cfg=cfg), "token-mean", **steps)
+        critic_metrics = job.critic.update(batch, partial(critic_loss, cfg=cfg), cfg.loss_aggregation, **steps)
         if train_actor:
-            actor_metrics = job.actor.update(batch, partial(policy_loss, cfg=cfg), "token-mean", **steps)
+            actor_metrics = job.actor.update(batch, partial(policy_loss, cfg=cfg), cfg.loss_aggregation, **steps)
     metrics = {**critic_metrics, "critic/explained_variance": explained_variance(critic_metrics, prefix="critic/")}
     if train_actor:
         job.rollout.update_weights(job.actor)

@@ -18,6 +18,7 @@ from typing import Any
 from pydantic import Field, PositiveInt
 
 from verl_mg.algorithms.advantages import gae, moments, whiten
+from verl_mg.algorithms.aggregation import LossAggregation
 from verl_mg.algorithms.losses import clipped_policy_loss, explained_variance, value_loss
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import RunningJob
@@ -55,6 +56,8 @@ class Config(RecipeConfig):
     """Number of first iterations in which only the critic is trained."""
     value_clip: float | None = Field(0.5, gt=0)
     """Largest distance of a value from the one at the start of the iteration that has a gradient; null is unlimited."""
+    loss_aggregation: LossAggregation = "token-mean"
+    """Reduction of the token losses of actor and critic to one number: averages over tokens or over responses."""
     num_minibatches: PositiveInt = 1
     """Number of optimizer steps in an epoch, each with an equal part of the samples."""
     num_epochs: PositiveInt = 1
@@ -94,7 +97,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
         if cfg.kl.enabled:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
         batch["values"] = job.critic.compute_values(batch)
-    add_off_policy_weights(batch, cfg.off_policy)
+    add_off_policy_weights(batch, cfg.off_policy, job.all_reduce_sum)
 
     rewards, mask = token_rewards_with_kl(batch, cfg.kl)
     values, _ = batch.pad("values")
@@ -106,11 +109,12 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     # The head of a new critic predicts nothing yet: advantages from its values would be noise.
     train_actor = job.iteration > cfg.critic_warmup
     steps: dict[str, Any] = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
+    steps |= {"max_length": job.config.rollout.max_new_tokens}
     actor_metrics: Mapping[str, float] = {}
     with job.concurrent_roles():
-        critic_metrics = job.critic.update(batch, partial(critic_loss, cfg=cfg), "token-mean", **steps)
+        critic_metrics = job.critic.update(batch, partial(critic_loss, cfg=cfg), cfg.loss_aggregation, **steps)
         if train_actor:
-            actor_metrics = job.actor.update(batch, partial(policy_loss, cfg=cfg), "token-mean", **steps)
+            actor_metrics = job.actor.update(batch, partial(policy_loss, cfg=cfg), cfg.loss_aggregation, **steps)
     metrics = {**critic_metrics, "critic/explained_variance": explained_variance(critic_metrics, prefix="critic/")}
     if train_actor:
         job.rollout.update_weights(job.actor)

@@ -19,6 +19,7 @@ import torch
 from pydantic import Field, PositiveInt
 
 from verl_mg.algorithms.advantages import group_means, implicit_rewards, prime_advantages
+from verl_mg.algorithms.aggregation import LossAggregation
 from verl_mg.algorithms.losses import clipped_policy_loss, prime_loss
 from verl_mg.batch import Batch
 from verl_mg.config import RecipeConfig
@@ -64,6 +65,8 @@ class Config(RecipeConfig):
     """Penalty on the divergence from the reference policy."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
     """Correction of the difference between rollout engine and trainer."""
+    loss_aggregation: LossAggregation = "token-mean"
+    """Reduction of the token losses to one number: averages over tokens or over responses."""
     num_minibatches: PositiveInt = 1
     """Number of optimizer steps in an epoch, each with an equal part of the samples."""
     num_epochs: PositiveInt = 1
@@ -112,7 +115,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
         elif cfg.old_logprobs == "rollout":
             batch["old_logprobs"] = batch["rollout_logprobs"]
         batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
-    add_off_policy_weights(batch, cfg.off_policy)
+    add_off_policy_weights(batch, cfg.off_policy, job.all_reduce_sum)
 
     # The log-probs before or after this update decide which weights give the process rewards.
     if cfg.process_update == "after":
@@ -132,9 +135,10 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     metrics = job.actor.update(
         batch,
         partial(policy_loss, cfg=cfg),
-        "token-mean",
+        cfg.loss_aggregation,
         num_minibatches=cfg.num_minibatches,
         num_epochs=cfg.num_epochs,
+        max_length=job.config.rollout.max_new_tokens,
     )
     job.rollout.update_weights(job.actor)
     kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}

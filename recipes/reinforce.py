@@ -9,6 +9,7 @@ and token losses summed over a response. The shortest recipe: read it first.
 import torch
 from pydantic import PositiveInt
 
+from verl_mg.algorithms.aggregation import LossAggregation
 from verl_mg.algorithms.losses import gpg_loss
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import RunningJob
@@ -18,6 +19,8 @@ from verl_mg.training.loss_inputs import LossInputs, LossOutput
 class Config(RecipeConfig):
     prompts_per_iteration: PositiveInt = 64
     """Number of prompts of an iteration, with one response to each."""
+    loss_aggregation: LossAggregation = "seq-mean-token-sum"
+    """Reduction of the token losses to one number: averages over tokens or over responses."""
 
 
 def roles(cfg: Config) -> set[str]:
@@ -35,6 +38,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     rewards = batch["reward"][batch.first_rows]  # one of each response, which of an agent is several rows
     total, count = job.all_reduce_sum(torch.tensor([rewards.sum(), len(rewards)])).tolist()
     batch["advantages"] = batch.expand_to_tokens(batch["reward"] - total / count) * batch["loss_mask"]
-    metrics = job.actor.update(batch, reinforce_loss, "seq-mean-token-sum")
+    longest = job.config.rollout.max_new_tokens
+    metrics = job.actor.update(batch, reinforce_loss, cfg.loss_aggregation, max_length=longest)
     job.rollout.update_weights(job.actor)
     return dict(metrics)

@@ -14,6 +14,7 @@ from functools import partial
 from pydantic import Field, PositiveInt
 
 from verl_mg.algorithms.advantages import discounted_returns, moments, whiten
+from verl_mg.algorithms.aggregation import LossAggregation
 from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import RunningJob
@@ -43,6 +44,8 @@ class Config(RecipeConfig):
     """Correction of the difference between rollout engine and trainer."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount from one token to the next."""
+    loss_aggregation: LossAggregation = "token-mean"
+    """Reduction of the token losses to one number: averages over tokens or over responses."""
     num_minibatches: PositiveInt = 1
     """Number of optimizer steps in an epoch, each with an equal part of the samples."""
     num_epochs: PositiveInt = 1
@@ -77,7 +80,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
             batch["old_logprobs"] = batch["rollout_logprobs"]
         if cfg.kl.enabled:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
-    add_off_policy_weights(batch, cfg.off_policy)
+    add_off_policy_weights(batch, cfg.off_policy, job.all_reduce_sum)
 
     rewards, mask = token_rewards_with_kl(batch, cfg.kl)
     returns = discounted_returns(rewards, mask, cfg.gamma)
@@ -86,9 +89,10 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     metrics = job.actor.update(
         batch,
         partial(policy_loss, cfg=cfg),
-        "token-mean",
+        cfg.loss_aggregation,
         num_minibatches=cfg.num_minibatches,
         num_epochs=cfg.num_epochs,
+        max_length=job.config.rollout.max_new_tokens,
     )
     job.rollout.update_weights(job.actor)
     kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}

@@ -8,6 +8,7 @@ Differences from GRPO:
 """
 
 from collections.abc import Mapping
+from typing import Literal
 
 from pydantic import PositiveInt
 
@@ -20,6 +21,8 @@ from verl_mg.training.loss_inputs import LossInputs, LossOutput
 class Config(RecipeConfig):
     examples_per_iteration: PositiveInt = 64
     """Number of examples of an optimizer step."""
+    loss_aggregation: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
+    """Reduction of the token losses to one number: averages over tokens or over examples."""
 
 
 def roles(cfg: Config) -> set[str]:
@@ -33,4 +36,4 @@ def imitation_loss(inputs: LossInputs) -> LossOutput:
 def iteration(job: RunningJob, cfg: Config) -> Mapping[str, float]:
     prompts = job.prompts.next_batch(cfg.examples_per_iteration)
     batch = job.sft_batch(prompts)
-    return job.actor.update(batch, imitation_loss, "token-mean")
+    return job.actor.update(batch, imitation_loss, cfg.loss_aggregation)

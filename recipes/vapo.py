@@ -18,6 +18,7 @@ import torch
 from pydantic import Field, PositiveInt
 
 from verl_mg.algorithms.advantages import gae, length_adaptive_lambda, moments, whiten
+from verl_mg.algorithms.aggregation import LossAggregation
 from verl_mg.algorithms.losses import clipped_policy_loss, explained_variance, imitation_loss, value_loss
 from verl_mg.config import RecipeConfig
 from verl_mg.job.job import RunningJob
@@ -57,6 +58,8 @@ class Config(RecipeConfig):
     """Largest distance of a value from the one at the start of the iteration that has a gradient; null is unlimited."""
     imitation: float = Field(0.1, ge=0)
     """Weight of the language-model loss on right responses."""
+    loss_aggregation: LossAggregation = "token-mean"
+    """Reduction of the token losses of actor and critic to one number: averages over tokens or over responses."""
     num_minibatches: PositiveInt = 1
     """Number of optimizer steps in an epoch, each with an equal part of the samples."""
     num_epochs: PositiveInt = 1
@@ -98,7 +101,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
         if cfg.kl.enabled:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
         batch["values"] = job.critic.compute_values(batch)
-    add_off_policy_weights(batch, cfg.off_policy)
+    add_off_policy_weights(batch, cfg.off_policy, job.all_reduce_sum)
 
     rewards, mask = token_rewards_with_kl(batch, cfg.kl)
     lam = length_adaptive_lambda(mask.sum(1), cfg.lam_alpha)
@@ -108,19 +111,22 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     batch["advantages"] = batch.unpad(whiten(advantages, mask, job.all_reduce_sum(moments(advantages, mask))))
     batch["returns"] = batch.unpad(returns)
 
-    # Weights of right tokens: their mean over all tokens is the mean over the tokens of right responses.
-    right = batch["loss_mask"] & batch.expand_to_tokens(batch["reward"] > 0)
-    num_tokens, num_right = job.all_reduce_sum(torch.stack([batch["loss_mask"].sum(), right.sum()])).tolist()
-    batch["right"] = right.float() * (num_tokens / max(num_right, 1))
+    # Weights of right tokens: their mean over all tokens, or over all responses, is the mean over the right ones.
+    right = batch["reward"] > 0
+    counted = mask if cfg.loss_aggregation == "token-mean" else mask.any(1, keepdim=True)
+    num_right = (counted & right[batch.first_rows][:, None]).sum()
+    total, num_right = job.all_reduce_sum(torch.stack([counted.sum(), num_right])).tolist()
+    batch["right"] = (batch["loss_mask"] & batch.expand_to_tokens(right)).float() * (total / max(num_right, 1))
 
     # The head of a new critic predicts nothing yet: advantages from its values would be noise.
     train_actor = job.iteration > cfg.critic_warmup
     steps: dict[str, Any] = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}
+    steps |= {"max_length": job.config.rollout.max_new_tokens}
     actor_metrics: Mapping[str, float] = {}
     with job.concurrent_roles():
-        critic_metrics = job.critic.update(batch, partial(critic_loss, cfg=cfg), "token-mean", **steps)
+        critic_metrics = job.critic.update(batch, partial(critic_loss, cfg=cfg), cfg.loss_aggregation, **steps)
         if train_actor:
-            actor_metrics = job.actor.update(batch, partial(policy_loss, cfg=cfg), "token-mean", **steps)
+            actor_metrics = job.actor.update(batch, partial(policy_loss, cfg=cfg), cfg.loss_aggregation, **steps)
     metrics = {**critic_metrics, "critic/explained_variance": explained_variance(critic_metrics, prefix="critic/")}
     if train_actor:
         job.rollout.update_weights(job.actor)

@@ -26,6 +26,7 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | values, advantages, returns | token | of token t at entry t |
 | correction | token | weight of token t's loss against the mismatch of rollout and training; 0 outside the mask |
 | correction_below, correction_above | token | 1 where the ratio of that weight is out of its bounds |
+| correction_rejected | token | 1 where the token is left out of the loss, so that its weight is 0 |
 | teacher_logprobs | token | log-prob of token t by the row's teacher at entry t; 0 outside the mask |
 | teacher_top | token | (2, k) a token: log-probs and ids of the tokens that the teacher finds likeliest there |
 | teacher_hidden | token | (h,) a token, in the teacher's dtype: its last hidden state, which predicts the token |
@@ -75,7 +76,8 @@ class ColumnKind(IntEnum):
 TOKEN_COLUMNS = frozenset(
     {"tokens", "loss_mask", "policy_versions", "rollout_logprobs", "old_logprobs", "ref_logprobs"}
     | {"teacher_logprobs", "teacher_top", "teacher_hidden"}
-    | {"values", "advantages", "returns", "correction", "correction_below", "correction_above", "routed_experts"}
+    | {"values", "advantages", "returns", "routed_experts"}
+    | {"correction", "correction_below", "correction_above", "correction_rejected"}
 )
 SEQUENCE_COLUMNS = frozenset(
     {"reward", "group", "trajectory", "sample_id", "prefix_of", "prefix_length", "prompt_id", "prompt_length"}

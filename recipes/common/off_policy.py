@@ -1,60 +1,109 @@
 """Correction of the difference between the policy that sampled and the policy in training, a weight for each token.
 
-The rules are in verl_mg/algorithms/correction.py. Off-policy sequence masking can be added to any of them.
+A weight by a ratio and rejections by criteria can be combined; the rules are in verl_mg/algorithms/correction.py.
+Off-policy sequence masking can be added to any of them.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field, model_validator
+from torch import Tensor
 
-from verl_mg.algorithms.correction import Correction, correct, drifted_sequences
+from verl_mg.algorithms.correction import (
+    Criterion,
+    Ratio,
+    drifted_sequences,
+    importance_weights,
+    log_ratios,
+    rejected,
+    weight_sums,
+)
 from verl_mg.batch import Batch
 from verl_mg.config import ConfigSection
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
-COLUMNS = ("correction", "correction_below", "correction_above")
+COLUMNS = ("correction", "correction_below", "correction_above", "correction_rejected")
+Bounds = float | tuple[float, float]
+
+
+def _fit_their_criteria(rejection: dict[Criterion, Bounds]) -> dict[Criterion, Bounds]:
+    for criterion, bounds in rejection.items():
+        if criterion.endswith("k1"):
+            if not isinstance(bounds, tuple) or not 0 <= bounds[0] <= 1 <= bounds[1] < float("inf"):
+                raise ValueError(f"{criterion} has two bounds of a ratio, around 1. Write [0.5, 2.0]")
+        elif isinstance(bounds, tuple) or not 0 < bounds < float("inf"):
+            raise ValueError(f"{criterion} has one upper bound, in nats above 0. Write 0.01")
+    return rejection
+
+
+Rejection = Annotated[dict[Criterion, Bounds], AfterValidator(_fit_their_criteria)]
 
 
 class OffPolicyConfig(ConfigSection):
     """Correction for log-probs of the rollout engine that differ from the trainer's."""
 
-    correction: Literal["none", Correction] = "none"
-    """Ratio and rule that give the weight of a token; "none" leaves the loss as it is."""
-    low: float = Field(0.5, ge=0, le=1)
-    """Lower bound of the ratio; truncation ("*-tis") does not use it."""
+    weight: Literal["none", Ratio] = "none"
+    """Ratio of the trainer's to the engine's probability that weights the loss of a token: its own, the product over
+    its sequence, or the geometric mean over its sequence."""
+    low: float | None = Field(None, ge=0, le=1)
+    """Lower bound of the ratio: out of both bounds the weight is 0 (IcePop). null: ratios above `high` count as `high`
+    (truncated importance sampling)."""
     high: float = Field(2.0, ge=1, allow_inf_nan=False)
     """Upper bound of the ratio."""
+    normalize: bool = False
+    """Divides the weights by their mean over the iteration: over all tokens, or over all sequences where the ratio is
+    of sequences."""
+    rejection: Rejection = Field({})
+    """Criteria by which tokens are left out of the loss, each with its bounds: token-k1, sequence-sum-k1 and
+    sequence-mean-k1 with bounds of the ratio, [0.5, 2.0]; token-, sequence-sum-, sequence-mean- and sequence-max-, each
+    with k2 or k3, with an upper bound in nats, 0.01."""
     opsm_delta: float | None = Field(None, gt=0)
     """Off-policy sequence masking (DeepSeek-V3.2): a response with a negative advantage is excluded from the loss where
     the mean of its log-ratio of rollout to current policy is above this number of nats. null excludes none."""
 
+    @model_validator(mode="after")
+    def _bounds_have_a_weight(self) -> Self:
+        defaults = OffPolicyConfig.model_fields
+        for name in ("low", "high", "normalize"):
+            if self.weight == "none" and getattr(self, name) != defaults[name].default:
+                raise ValueError(f"{name} is of the weight, and there is none. Write weight=token, or leave it out")
+        return self
+
     @property
     def enabled(self) -> bool:
         """Whether the loss is weighted by a correction."""
-        return self.correction != "none"
+        return self.weight != "none" or bool(self.rejection)
 
 
-def add_off_policy_weights(batch: Batch, off_policy: OffPolicyConfig) -> None:
-    """Sets the token columns `correction`, `correction_below` and `correction_above` if the correction is enabled.
+def add_off_policy_weights(
+    batch: Batch, off_policy: OffPolicyConfig, all_reduce_sum: Callable[[Tensor], Tensor]
+) -> None:
+    """Sets the token columns COLUMNS, `correction_below` and `correction_above` only with a weight, if enabled.
 
     Args:
         batch: columns `old_logprobs`, `rollout_logprobs` and `loss_mask`; a sequence is a whole trajectory.
         off_policy: the correction.
+        all_reduce_sum: sum over all ranks, as of the job, for the mean of all weights.
     """
     if not off_policy.enabled:
         return
-    weights, outside = correct(
-        off_policy.correction,
-        batch["old_logprobs"],
-        batch["rollout_logprobs"],
-        batch["loss_mask"],
-        batch.expand_to_tokens(batch.trajectory_index),
-        off_policy.low,
-        off_policy.high,
-    )
-    for name, column in {"correction": weights, **outside}.items():
-        batch[name] = column
+    mask, ids = batch["loss_mask"], batch.expand_to_tokens(batch.trajectory_index)
+    difference = log_ratios(batch["old_logprobs"], batch["rollout_logprobs"], mask)
+    weights, outside = mask.float(), torch.zeros_like(mask)
+    if off_policy.weight != "none":
+        weights, columns = importance_weights(off_policy.weight, difference, mask, ids, off_policy.low, off_policy.high)
+        for name, column in columns.items():
+            batch[name] = column
+        if off_policy.normalize:
+            # Before rejections: a sample that is left out makes no other one heavier.
+            total, count = all_reduce_sum(weight_sums(off_policy.weight, weights, mask, ids)).tolist()
+            weights = weights * (count / total if total > 0 else 1.0)
+    for criterion, bounds in off_policy.rejection.items():
+        low, high = bounds if isinstance(bounds, tuple) else (0.0, bounds)
+        outside = outside | rejected(criterion, difference, mask, ids, low, high)
+    batch["correction"], batch["correction_rejected"] = torch.where(outside, 0.0, weights), outside.float()
 
 
 def apply_off_policy_weights(output: LossOutput, inputs: LossInputs, off_policy: OffPolicyConfig) -> LossOutput:
@@ -69,7 +118,8 @@ def apply_off_policy_weights(output: LossOutput, inputs: LossInputs, off_policy:
     """
     loss, metrics = output
     if off_policy.enabled:
-        loss, metrics = loss * inputs["correction"], metrics | {name: inputs[name] for name in COLUMNS}
+        loss = loss * inputs["correction"]
+        metrics = metrics | {name: inputs[name] for name in COLUMNS if name in inputs}
     # Here, not with the weights of the batch: it depends on the policy in training, which each step changes.
     if off_policy.opsm_delta is not None:
         drifted = drifted_sequences(

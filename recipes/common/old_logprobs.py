@@ -17,7 +17,7 @@ def _fits(choice: str, info: ValidationInfo) -> str:
     """Checks the choice against the fields of the recipe, all of which come before it: pydantic validates in order."""
     values: dict[str, Any] = info.data
     if choice != "recompute" and "off_policy" in values and values["off_policy"].enabled:
-        raise ValueError("off_policy.correction compares the actor's log-probs with the rollout's. Write recompute")
+        raise ValueError("off_policy compares the actor's log-probs with the rollout's. Write recompute")
     if choice != "skip":
         return choice
     if values.get("num_minibatches", 1) * values.get("num_epochs", 1) > 1:

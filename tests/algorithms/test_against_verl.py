@@ -18,7 +18,14 @@ from tests.algorithms import verl_peer
 from tests.algorithms.verl_peer import PEERS
 from verl_mg.algorithms import advantages, kl, losses
 from verl_mg.algorithms.aggregation import MODES, aggregate, normalizer
-from verl_mg.algorithms.correction import drifted_sequences
+from verl_mg.algorithms.correction import (
+    CRITERIA,
+    drifted_sequences,
+    importance_weights,
+    log_ratios,
+    rejected,
+    weight_sums,
+)
 
 ROWS, WIDTH = 8, 9
 GROUPS = torch.tensor([4, 4, 1, 4, 1, 7, 7, 1])
@@ -30,7 +37,7 @@ Table = dict[str, Tensor]
 
 @pytest.fixture(scope="module")
 def verl() -> ModuleType:
-    return verl_peer.core_algos()
+    return verl_peer.module_of_verl("core_algos")
 
 
 def table(seed: int, holes: bool = True) -> Table:
@@ -295,6 +302,47 @@ def test_clip_cov_of_random_tokens_equals_verl(verl):
     loss, _ = losses.clip_cov_loss(*given, mask, cut, 0.2, 0.28)
     assert cut.sum() >= 3
     same(aggregate(loss, mask, IDS, "token-mean", float(mask.sum())), theirs)
+
+
+# -- off-policy correction
+
+
+@pytest.fixture(scope="module")
+def rollout_correction() -> ModuleType:
+    return verl_peer.module_of_verl("rollout_corr_helper")
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("ratio", "low"), [("token", None), ("token", 0.6), ("sequence", None), ("sequence", 0.3)])
+def test_importance_weights_of_random_rows_equal_verl(rollout_correction, ratio, low, normalize):
+    t = table(4)
+    mask = t["mask"].flatten()
+    difference = log_ratios(t["logprobs"].flatten(), t["old"].flatten(), mask)
+    found, _ = importance_weights(ratio, difference, mask, IDS, low, 1.5)
+    if normalize:
+        total, count = weight_sums(ratio, found, mask, IDS).tolist()
+        found = found * (count / total)
+    bounds = 1.5 if low is None else f"{low}_1.5"
+    theirs, _ = rollout_correction.compute_rollout_correction_weights(
+        difference.view(ROWS, WIDTH), t["mask"].float(), ratio, bounds, normalize
+    )
+    same(found.double(), theirs.flatten())
+
+
+@pytest.mark.parametrize("criterion", CRITERIA)
+def test_rejections_of_random_rows_equal_verl(rollout_correction, criterion):
+    t = table(5)
+    mask = t["mask"].flatten()
+    difference = log_ratios(t["logprobs"].flatten(), t["old"].flatten(), mask)
+    low, high = (0.8, 1.3) if criterion.endswith("k1") else (0.0, 0.1)
+    # verl bounds the inverse ratio.
+    bounds = f"{1 / high}_{1 / low}" if low else str(high)
+    name = criterion.replace("sequence", "seq").replace("-", "_")
+    kept, _ = rollout_correction.compute_rollout_rejection_mask(
+        difference.view(ROWS, WIDTH), t["mask"].float(), name, bounds
+    )
+    found = rejected(criterion, difference, mask, IDS, low, high)
+    assert torch.equal(found, mask & ~kept.flatten().bool()) and 0 < found.sum() < mask.sum()
 
 
 FILE = PEERS / "trl" / "trainer" / "grpo_trainer.py"

@@ -1,6 +1,8 @@
 """Off-policy corrections against loops over sequences in Python floats."""
 
 import math
+import statistics
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from verl_mg.algorithms.correction import KINDS, correct, drifted_sequences
+from verl_mg.algorithms.correction import (
+    CRITERIA,
+    RATIOS,
+    drifted_sequences,
+    importance_weights,
+    log_ratios,
+    rejected,
+    weight_sums,
+)
 from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.errors import UserError
 
@@ -19,38 +29,42 @@ Sequence = list[tuple[float, float, bool]]  # (old, rollout, scored) of each tok
 SIXTEENTHS = st.integers(-20, 20).map(lambda k: k / 16)
 TOKEN = st.tuples(SIXTEENTHS, SIXTEENTHS, st.booleans())
 SEQUENCES = st.lists(st.lists(TOKEN, min_size=1, max_size=7), min_size=1, max_size=6)
+WEIGHTS = [(ratio, low) for ratio in RATIOS for low in (None, LOW)]
+NATS = 0.21
+"""Bound of k2 and k3: none of their sums and means of thirty-seconds of nats comes close."""
 
 
-def ratios_by_hand(kind: str, sequence: Sequence) -> list[float]:
-    """The ratio of each scored token."""
-    single = [math.exp(old - rollout) for old, rollout, scored in sequence if scored]
-    if kind.startswith("sequence"):
-        return [math.prod(single)] * len(single)
-    if kind.startswith("geometric"):
-        return [math.prod(single) ** (1 / len(single))] * len(single) if single else []
-    return single
+def differences(sequence: Sequence) -> list[float]:
+    return [old - rollout for old, rollout, scored in sequence if scored]
 
 
-def weight_by_hand(kind: str, ratio: float) -> float:
-    if kind.endswith("tis"):
-        return ratio if ratio < HIGH else HIGH
-    if ratio < LOW or ratio > HIGH:
-        return 0.0
-    return ratio if kind == "icepop" else 1.0
+def spread(sequence: Sequence, values: list[float]) -> list[float]:
+    """Values of the scored tokens, 0 for others."""
+    left = iter(values)
+    return [next(left) if scored else 0.0 for *_, scored in sequence]
 
 
-def by_hand(kind: str, sequences: list[Sequence]) -> list[tuple[float, float, float]]:
-    """(weight, below, above) of every token."""
-    expected = []
-    for sequence in sequences:
-        ratios = iter(ratios_by_hand(kind, sequence))
-        for _, _, scored in sequence:
-            if scored:
-                ratio = next(ratios)
-                expected.append((weight_by_hand(kind, ratio), float(ratio < LOW), float(ratio > HIGH)))
-            else:
-                expected.append((0.0, 0.0, 0.0))
-    return expected
+def of_all(how: str, values: list[float]) -> list[float]:
+    """A statistic of each of some tokens, from the values of all."""
+    if how == "token" or not values:
+        return values
+    statistic = {"sum": sum, "mean": statistics.fmean, "max": max}[how.removeprefix("sequence-")]
+    return [statistic(values)] * len(values)
+
+
+def weights_by_hand(ratio: str, low: float | None, sequence: Sequence) -> list[float]:
+    how = {"token": "token", "sequence": "sequence-sum", "geometric": "sequence-mean"}[ratio]
+    ratios = [math.exp(d) for d in of_all(how, differences(sequence))]
+    kept = [r if low is None or low <= r <= HIGH else 0.0 for r in ratios]
+    return spread(sequence, [min(r, HIGH) for r in kept])
+
+
+def rejected_by_hand(criterion: str, sequence: Sequence) -> list[bool]:
+    how, _, estimator = criterion.rpartition("-")
+    estimate = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}[estimator]
+    found = of_all(how, [estimate(d) for d in differences(sequence)])
+    inside = [LOW <= math.exp(x) <= HIGH if estimator == "k1" else x <= NATS for x in found]
+    return [bool(flag) for flag in spread(sequence, [float(not kept) for kept in inside])]
 
 
 def columns(sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -61,20 +75,37 @@ def columns(sequences: list[Sequence]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return old, rollout, torch.tensor([t[2] for t in tokens], dtype=torch.bool), ids
 
 
-def table(kind: str, sequences: list[Sequence]) -> Tensor:
+def table(ratio: str, low: float | None, sequences: list[Sequence]) -> Tensor:
     """(tokens, 3): weight, below, above."""
-    weights, metrics = correct(kind, *columns(sequences), LOW, HIGH)
+    old, rollout, mask, ids = columns(sequences)
+    weights, metrics = importance_weights(ratio, log_ratios(old, rollout, mask), mask, ids, low, HIGH)
     assert weights.dtype == torch.float32 and list(metrics) == ["correction_below", "correction_above"]
     return torch.stack([weights, *metrics.values()], 1)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60)
+def flags(criterion: str, sequences: list[Sequence]) -> Tensor:
+    old, rollout, mask, ids = columns(sequences)
+    high = HIGH if criterion.endswith("k1") else NATS
+    return rejected(criterion, log_ratios(old, rollout, mask), mask, ids, LOW, high)
+
+
+EVERY = [partial(table, *weight) for weight in WEIGHTS] + [partial(flags, criterion) for criterion in CRITERIA]
+KINDS = pytest.mark.parametrize("function", EVERY, ids=lambda f: "-".join(map(str, f.args)))
+
+
+@settings(max_examples=40)
 @example([[(-3.0, -3.0, True), (-2.0, -3.0, True), (-4.0, -3.0, True)], [(-3.5, -3.0, True)] * 2])
 @given(SEQUENCES)
-def test_correct_of_each_kind_equals_loops(kind, sequences):
-    expected = torch.tensor(by_hand(kind, sequences))
-    torch.testing.assert_close(table(kind, sequences), expected, rtol=2e-6, atol=0)
+def test_weights_and_rejections_of_random_sequences_equal_loops(sequences):
+    for ratio, low in WEIGHTS:
+        expected = torch.tensor([w for sequence in sequences for w in weights_by_hand(ratio, low, sequence)])
+        found = table(ratio, low, sequences)
+        torch.testing.assert_close(found[:, 0], expected, rtol=2e-6, atol=0)
+        if low is not None:
+            assert torch.equal(found[:, 1:].sum(1).bool(), (expected == 0) & columns(sequences)[2])
+    for criterion in CRITERIA:
+        expected = [flag for sequence in sequences for flag in rejected_by_hand(criterion, sequence)]
+        assert flags(criterion, sequences).tolist() == expected, criterion
 
 
 def random_sequences() -> list[Sequence]:
@@ -88,49 +119,61 @@ def random_sequences() -> list[Sequence]:
     return sequences
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_order_and_split_of_whole_rows_change_no_bit(kind):
+@KINDS
+def test_order_and_split_of_whole_rows_change_no_bit(function):
     sequences = random_sequences()
-    alone = [table(kind, [sequence]) for sequence in sequences]
+    alone = [function([sequence]) for sequence in sequences]
     order = [4, 0, 3, 5, 2, 1]
-    assert torch.equal(table(kind, sequences), torch.cat(alone))
-    assert torch.equal(table(kind, [sequences[i] for i in order]), torch.cat([alone[i] for i in order]))
-    parts = [table(kind, sequences[start:stop]) for start, stop in ((0, 1), (1, 4), (4, 6))]
+    assert torch.equal(function(sequences), torch.cat(alone))
+    assert torch.equal(function([sequences[i] for i in order]), torch.cat([alone[i] for i in order]))
+    parts = [function(sequences[start:stop]) for start, stop in ((0, 1), (1, 4), (4, 6))]
     assert torch.equal(torch.cat(parts), torch.cat(alone))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_equal_log_probs_leave_everything_as_it_is(kind):
+@KINDS
+def test_equal_log_probs_leave_everything_as_it_is(function):
     sequences = [[(old, old, scored) for old, _, scored in sequence] for sequence in random_sequences()]
-    found, mask = table(kind, sequences), columns(sequences)[2]
-    assert torch.equal(found[:, 0], mask.float()) and not found[:, 1:].any()
+    found, mask = function(sequences).float(), columns(sequences)[2]
+    weights = found[:, 0] if found.ndim == 2 else 1.0 * mask
+    assert torch.equal(weights, mask.float()) and not (found[:, 1:] if found.ndim == 2 else found).any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sign", [1, -1])
-def test_extreme_ratios_stay_finite(kind, sign):
-    sequence = [(50.0 * sign, 0.0, True)] * 41
-    found = table(kind, [sequence, [(0.0, 0.0, True)]])
+@pytest.mark.parametrize(("ratio", "low"), WEIGHTS)
+@pytest.mark.parametrize("nats", [50.0, -50.0, 1e4, -1e4])
+def test_weights_of_extreme_ratios_are_finite(ratio, low, nats):
+    sequences = [[(nats, 0.0, True)] * 41, [(0.0, 0.0, True)]]
+    found = table(ratio, low, sequences)
     assert found.isfinite().all()
-    weight = HIGH if kind.endswith("tis") and sign > 0 else 0.0
+    weight = HIGH if low is None and nats > 0 else 0.0
     assert found[:41, 0].tolist() == pytest.approx([weight] * 41, rel=1e-6, abs=1e-20)
-    assert found[:, 1 if sign < 0 else 2].tolist() == [1.0] * 41 + [0.0]
-    assert found[41, 0] == 1
+    assert found[:41, 2].tolist() == [float(nats > 0)] * 41 and found[41].tolist() == [1, 0, 0]
+    assert all(flags(criterion, sequences).tolist() == [True] * 41 + [False] for criterion in CRITERIA)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_correct_without_scored_tokens_is_empty_or_zero(kind):
-    assert table(kind, [[(0.0, 5.0, False)] * 3, [(1.0, -1.0, False)]]).tolist() == [[0.0] * 3] * 4
-    empty = torch.empty(0)
-    weights, metrics = correct(kind, empty, empty, empty.bool(), empty.long(), LOW, HIGH)
-    assert all(column.shape == (0,) for column in (weights, *metrics.values()))
+@KINDS
+def test_correction_without_scored_tokens_is_empty_or_zero(function):
+    assert not function([[(0.0, 5.0, False)] * 3, [(1.0, -1.0, False)]]).any()
+    assert len(function([])) == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradient_flows_through_the_loss_and_not_through_the_weights(kind):
+@pytest.mark.parametrize("ratio", RATIOS)
+def test_sums_of_weights_of_parts_add_up_to_those_of_tokens_or_sequences(ratio):
+    def sums(sequences: list[Sequence]) -> Tensor:
+        _, _, mask, ids = columns(sequences)
+        return weight_sums(ratio, table(ratio, None, sequences)[:, 0], mask, ids)
+
+    by_sequence = [[w for w in weights_by_hand(ratio, None, s) if w] for s in random_sequences()]
+    counted = [w for ws in by_sequence for w in (ws if ratio == "token" else ws[:1])]
+    assert sums(random_sequences()).tolist() == pytest.approx([sum(counted), len(counted)], rel=1e-6)
+    parts = [sums(random_sequences()[start:stop]) for start, stop in ((0, 1), (1, 4), (4, 6))]
+    torch.testing.assert_close(sum(parts), sums(random_sequences()), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize(("ratio", "low"), WEIGHTS)
+def test_gradient_flows_through_the_loss_and_not_through_the_weights(ratio, low):
     logprobs, old, rollout = (torch.tensor(c, requires_grad=True) for c in ([-1.0, -2], [-1.2, -2.1], [-1.3, -1.9]))
     mask, ids, advantages = torch.tensor([True, True]), torch.tensor([0, 0]), torch.tensor([0.7, -0.4])
-    weights, metrics = correct(kind, old, rollout, mask, ids, LOW, HIGH)
+    weights, metrics = importance_weights(ratio, log_ratios(old, rollout, mask), mask, ids, low, HIGH)
     assert not any(column.requires_grad for column in (weights, *metrics.values()))
     loss, _ = clipped_policy_loss(logprobs, old, advantages, mask, 0.9, 9.0)
     (loss * weights).sum().backward()
@@ -140,13 +183,18 @@ def test_gradient_flows_through_the_loss_and_not_through_the_weights(kind):
     torch.testing.assert_close(logprobs.grad, expected.detach())
 
 
-def test_correct_with_invalid_arguments_raises():
-    column = torch.zeros(1)
-    with pytest.raises(UserError, match="'tis' is unknown. Write one of token-tis, sequence-tis, "):
-        correct("tis", column, column, column.bool(), column.long(), LOW, HIGH)
+def test_correction_with_invalid_arguments_raises():
+    column = torch.zeros(1), torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(UserError, match="'tis' is unknown. Write one of token, sequence, geometric"):
+        importance_weights("tis", *column, None, 2.0)
+    with pytest.raises(UserError, match="'token-k4' is unknown. Write one of token-k1, token-k2, "):
+        rejected("token-k4", *column, 0.5, 2.0)
+    with pytest.raises(UserError, match="token-k3: the bound is 0"):
+        rejected("token-k3", *column, 0.0, 0.0)
     for low, high in ((-0.1, 2.0), (1.1, 2.0), (0.5, 0.9), (0.5, math.inf), (math.nan, 2.0), (0.5, math.nan)):
-        with pytest.raises(UserError, match="Write bounds such as"):
-            correct("icepop", column, column, column.bool(), column.long(), low, high)
+        for function, kind in ((importance_weights, "token"), (rejected, "token-k1")):
+            with pytest.raises(UserError, match="Write bounds such as"):
+                function(kind, *column, low, high)
 
 
 def drifted_by_hand(sequence: Sequence, advantage: float, delta: float) -> list[bool]:

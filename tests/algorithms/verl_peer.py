@@ -62,8 +62,8 @@ def _stand_ins(names: Sequence[str]) -> Iterator[None]:
             del sys.modules[name]
 
 
-def core_algos() -> ModuleType:
-    """verl.trainer.ppo.core_algos; skips the test where verl is absent or of another version."""
+def module_of_verl(name: str) -> ModuleType:
+    """verl.trainer.ppo.NAME; skips the test where verl is absent or of another version."""
     if str(PEERS) not in sys.path:
         sys.path.append(str(PEERS))  # last: it has packages named tests and scripts as well
     try:
@@ -75,6 +75,6 @@ def core_algos() -> ModuleType:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     with mock.patch.dict(os.environ), _stand_ins([name for name in NAMED_IN_ANNOTATIONS if find_spec(name) is None]):
-        module = importlib.import_module("verl.trainer.ppo.core_algos")
+        module = importlib.import_module(f"verl.trainer.ppo.{name}")
     root.handlers[:], root.level = handlers, level  # verl sets up logging when imported
     return module

@@ -18,6 +18,8 @@ TOOLS = f"{GRPO} aorr.rollout.multi_turn.enable=true"
 LORA = f"{GRPO} aorr.model.lora_rank=4"
 MEGATRON_LORA = f"{MEGATRON} aorr.model.lora.rank=4"
 SAMPLED = f"{GRPO} aorr.rollout.val_kwargs.do_sample=true"
+K1 = f"{GRPO} {RS}.rollout_rs=token_k1"
+RSK = f"{GRPO} {RS}.rollout_rs_threshold=4.0"
 DYNAMIC = f"{A}.use_dynamic_bsz=true"
 SELECTIVE = "megatron.override_transformer_config.recompute_granularity=selective"
 STEPS = "trainer.total_training_steps=10"
@@ -73,11 +75,11 @@ algorithm.kl_ctrl.kl_coef=0.2 | {REWARD_KL} | algorithm.kl.coefficient=0.2
 algorithm.kl_ctrl.type=adaptive | {REWARD_KL} | algorithm.kl.target=0.1
 algorithm.kl_ctrl.target_kl=0.4 | {REWARD_KL} algorithm.kl_ctrl.type=adaptive | algorithm.kl.target=0.4
 algorithm.kl_ctrl.horizon=50 | {REWARD_KL} algorithm.kl_ctrl.type=adaptive | algorithm.kl.horizon=50
-{RS}.rollout_is=token | {GRPO} | algorithm.off_policy.correction=token-tis
+{RS}.rollout_is=token | {GRPO} | algorithm.off_policy.weight=token
 {RS}.rollout_is_threshold=4.0 | {GRPO} {RS}.rollout_is=sequence | algorithm.off_policy.high=4.0
-{RS}.rollout_rs=seq_sum_k1 | {GRPO} {RS}.rollout_rs_threshold=0.25_4.0 | algorithm.off_policy.low=0.25
-{RS}.rollout_rs_threshold=4.0 | {GRPO} {RS}.rollout_rs=seq_mean_k1 | algorithm.off_policy.low=0.25
-{RS}.rollout_is_batch_normalize=false | {GRPO} | recipe=grpo
+{RS}.rollout_rs=seq_mean_k3 | {RSK} | algorithm.off_policy.rejection={{sequence-mean-k3: 4.0}}
+{RS}.rollout_rs_threshold=0.5_4.0 | {K1} | algorithm.off_policy.rejection={{token-k1: [0.25, 2.0]}}
+{RS}.rollout_is_batch_normalize=true | {GRPO} {RS}.rollout_is=token | algorithm.off_policy.normalize=true
 {RS}.bypass_mode=true | {GRPO} | algorithm.old_logprobs=rollout
 {RS}.loss_type=ppo_clip | {GRPO} {RS}.bypass_mode=true | algorithm.old_logprobs=rollout
 aorr.rollout.n=6 | {GRPO} | algorithm.group_size=6
@@ -91,7 +93,7 @@ aorr.rollout.n=6 | {GRPO} | algorithm.group_size=6
 {A}.clip_ratio_high=0.3 | {GRPO} {LOSS}.loss_mode=dppo_kl | algorithm.limit_high=0.3
 {A}.clip_ratio_c=5.0 | {GRPO} | algorithm.dual_clip=5.0
 {A}.clip_ratio_c=6.0 | {GRPO} {LOSS}.loss_mode=dppo_tv | algorithm.ratio_limit=6.0
-{A}.loss_agg_mode=seq-mean-token-sum | {GRPO} | algorithm.loss_aggregation=seq-mean-token-sum
+{A}.loss_agg_mode=seq-mean-token-sum | {GRPO} {LOSS}.loss_mode=cispo | algorithm.loss_aggregation=seq-mean-token-sum
 {C}.loss_agg_mode=token-mean | {GAE} | recipe=ppo
 {A}.loss_scale_factor=512 | {GRPO} {A}.loss_agg_mode=seq-mean-token-sum-norm | recipe=grpo
 {A}.entropy_coeff=0.01 | {GRPO} | algorithm.entropy_coefficient=0.01

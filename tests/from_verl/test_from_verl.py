@@ -1,5 +1,6 @@
 """`verl-mg from-verl`: published jobs of verl, every key of the table, and keys of which nothing is known."""
 
+import json
 import random
 import re
 from operator import attrgetter
@@ -107,9 +108,7 @@ def test_from_verl_key_of_the_table_arrives_with_its_value(least, chosen):
         name = key.replace("*", NAMES.get(key.replace(LONG, SHORT), "x"))
         done = translate(least, [*context, f"{name}={value}"])
         found, wanted = value_of(done, ours), yaml.safe_load(expected)
-        if isinstance(found, Path):
-            found = str(found)
-        found = list(found) if isinstance(found, tuple) else found
+        found = json.loads(json.dumps(found, default=str))  # lists for tuples, text for paths
         assert found == pytest.approx(wanted) if isinstance(wanted, float) else found == wanted, (key, context)
         assert not [r for r in done.remarks if key.replace(LONG, SHORT) in r.keys and r.kind != "ask"], key
 

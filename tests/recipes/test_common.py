@@ -25,7 +25,12 @@ from verl_mg.recipes.common.kl import (
     token_rewards_with_kl,
     with_current_kl,
 )
-from verl_mg.recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
+from verl_mg.recipes.common.off_policy import (
+    COLUMNS,
+    OffPolicyConfig,
+    add_off_policy_weights,
+    apply_off_policy_weights,
+)
 from verl_mg.recipes.common.reward_parts import weighted_parts
 from verl_mg.recipes.common.rows import concat_rollouts, is_turn_of_data, response_lengths
 from verl_mg.training.loss_inputs import LossInputs
@@ -74,19 +79,54 @@ def test_kl_loss_by_placement_is_added_in_the_loss_only(placement, weight):
 
 def test_off_policy_weights_disabled_leave_batch_and_loss():
     batch, loss = scored_batch(), torch.ones(2)
-    add_off_policy_weights(batch, OffPolicyConfig())
+    add_off_policy_weights(batch, OffPolicyConfig(), torch.clone)
     assert "correction" not in batch
     assert apply_off_policy_weights((loss, {}), loss_inputs(), OffPolicyConfig())[0] is loss
 
 
 def test_off_policy_weights_enabled_scale_the_loss_and_are_reported():
-    batch, off_policy = scored_batch(), OffPolicyConfig(correction="token-tis", high=2.0)
-    add_off_policy_weights(batch, off_policy)
+    batch, off_policy = scored_batch(), OffPolicyConfig(weight="token", high=2.0)
+    add_off_policy_weights(batch, off_policy, torch.clone)
     assert batch["correction"].tolist() == pytest.approx([0.0, 1.0, 2.0, 0.0, torch.e**-2])
     assert batch["correction_above"].tolist() == [0.0, 0.0, 1.0, 0.0, 0.0]
-    columns = {name: batch[name][1:3] for name in ("correction", "correction_below", "correction_above")}
+    columns = {name: batch[name][1:3] for name in COLUMNS}
     loss, metrics = apply_off_policy_weights((torch.full((2,), 3.0), {}), loss_inputs(**columns), off_policy)
     assert loss.tolist() == [3.0, 6.0] and metrics == columns
+
+
+def test_weight_and_rejections_together_multiply_after_the_weights_are_normalized():
+    # The differences are 0, 2 and -2: the second token has the weight 2, and its sequence is rejected.
+    batch, rejection = scored_batch(), {"sequence-max-k2": 1.9}
+    off_policy = OffPolicyConfig(weight="token", high=2.0, normalize=True, rejection=rejection)
+    seen = []
+    add_off_policy_weights(batch, off_policy, lambda sums: seen.append(sums.tolist()) or sums * 2)
+    assert seen == [[pytest.approx(3 + torch.e**-2), 3]]
+    assert batch["correction"].tolist() == [0.0] * 5 and batch["correction_rejected"].tolist() == [0, 1, 1, 0, 1]
+    for bounds, kept in (([0.5, 8.0], [1.0, 2.0, 0.0]), ([0.1, 1.5], [1.0, 0.0, torch.e**-2])):
+        criterion = {"token-k1": bounds}
+        both = OffPolicyConfig.model_validate({"weight": "token", "normalize": True, "rejection": criterion})
+        add_off_policy_weights(batch, both, torch.clone)
+        mean = (3 + torch.e**-2) / 3
+        assert batch["correction"][[1, 2, 4]].tolist() == pytest.approx([weight / mean for weight in kept])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"low": 0.5}, "low is of the weight, and there is none"),
+        ({"high": 3.0, "rejection": {"token-k1": [0.5, 2]}}, "high is of the weight"),
+        ({"normalize": True}, "normalize is of the weight"),
+        ({"weight": "token", "low": 1.5}, "less than or equal to 1"),
+        ({"rejection": {"token-k1": 2.0}}, "token-k1 has two bounds of a ratio, around 1"),
+        ({"rejection": {"sequence-sum-k1": [1.2, 2.0]}}, "sequence-sum-k1 has two bounds"),
+        ({"rejection": {"sequence-mean-k3": [0.5, 2.0]}}, "sequence-mean-k3 has one upper bound, in nats"),
+        ({"rejection": {"token-k2": 0}}, "token-k2 has one upper bound"),
+        ({"rejection": {"sequence-max-k1": [0.5, 2.0]}}, "'sequence-max-k2' or 'sequence-max-k3'"),
+    ],
+)
+def test_off_policy_keys_that_do_not_fit_are_refused(keys, message):
+    with pytest.raises(ValueError, match=message):
+        OffPolicyConfig.model_validate(keys)
 
 
 POLICY_RECIPES = {
@@ -428,7 +468,7 @@ def test_skipped_old_logprobs_with_penalty_report_its_divergence(ranks, tasks, t
         ("grpo", ["old_logprobs=skip", "num_minibatches=2"], "num_minibatches and num_epochs must be 1"),
         ("grpo", ["old_logprobs=skip", "num_epochs=3"], "num_minibatches and num_epochs must be 1"),
         ("ppo", ["old_logprobs=skip", "kl.coefficient=0.1"], "kl.placement=reward needs log-probs before the update"),
-        ("grpo", ["old_logprobs=rollout", "off_policy.correction=icepop"], "off_policy.correction compares"),
+        ("grpo", ["old_logprobs=rollout", "off_policy.weight=token"], "off_policy compares"),
         ("clip_cov", ["old_logprobs=skip"], "'recompute' or 'rollout'"),
     ],
 )

@@ -18,7 +18,7 @@ WITHOUT_LOGPROBS = {"reinforce"}
 """Recipes whose update needs neither old log-probs nor a reference."""
 BY_DIVERGENCE = {"gkd"}
 """Recipes without old log-probs: their loss has no ratio."""
-MAX_LINES = 145
+MAX_LINES = 150
 
 
 def functions(file: Path) -> dict[str, ast.FunctionDef]:
@@ -46,11 +46,28 @@ def test_iteration_of_a_recipe_contains_the_data_flow_in_order(file):
         assert calls[0] == "prompts.next_batch" and calls[-1] == updates[0] and len(updates) == 1
     elif file.stem in WITHOUT_LOGPROBS:
         assert calls[:3] == ["prompts.next_batch", "rollout.generate", "reward.wait"]
-        assert calls[-2:] == ["actor.update", "rollout.update_weights"] and len(file.read_text().splitlines()) <= 40
+        assert calls[-2:] == ["actor.update", "rollout.update_weights"] and len(file.read_text().splitlines()) <= 44
     else:
         flow = ["prompts.next_batch", "rollout.generate", "reward.wait", "concurrent_roles"]
         flow += ["teachers.score" if file.stem in BY_DIVERGENCE else "actor.compute_logprobs"]
         assert in_order([*flow, "actor.update", "rollout.update_weights"], calls), calls
+
+
+OF_PAIRS_OR_SEQUENCES = {"dpo": 1, "reward_model": 1, "prime": 1}
+"""Updates whose loss is of pairs or whole sequences, by recipe: it has one aggregation only."""
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_updates_of_a_recipe_have_the_aggregation_of_its_key(file):
+    calls = [node for node in ast.walk(functions(file)["iteration"]) if isinstance(node, ast.Call)]
+    updates = [call for call in calls if ast.unparse(call.func).endswith(".update")]
+    of_key = [ast.unparse(call) for call in updates if ast.unparse(call.args[2]) == "cfg.loss_aggregation"]
+    assert len(updates) - len(of_key) == OF_PAIRS_OR_SEQUENCES.get(file.stem, 0)
+    fields = load_recipe(file).config.model_fields
+    assert ("loss_aggregation" in fields) == bool(of_key)
+    # The sum that is divided by the longest response is no choice where there are no responses.
+    if "seq-mean-token-sum-norm" in str(fields.get("loss_aggregation")):
+        assert all("max_length=" in call or "**steps" in call for call in of_key)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

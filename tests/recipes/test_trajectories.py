@@ -302,6 +302,11 @@ def corrections(samples: list[Whole], geometric: bool, rejects: bool) -> Table:
     return spread(samples, weights)
 
 
+def with_mean_1(samples: list[Whole], weights: Table) -> Table:
+    mean = fmean(weights[s.id, s.trained[0]] for s in samples)
+    return {key: weight / mean for key, weight in weights.items()}
+
+
 IN_REWARD = {"kl": {"coefficient": KL, "placement": "reward", "estimator": "k1"}}
 STEPS = {"gamma": GAMMA}
 CASES: dict[str, tuple[Any, dict[str, Any], Callable[[list[Whole]], dict[str, Table]]]] = {
@@ -309,13 +314,18 @@ CASES: dict[str, tuple[Any, dict[str, Any], Callable[[list[Whole]], dict[str, Ta
     "grpo, penalty in the reward": (grpo, IN_REWARD, lambda s: {"advantages": relative(s, KL)}),
     "grpo, sequence correction": (
         grpo,
-        {"off_policy": {"correction": "sequence-tis", "low": 0.8, "high": 1.2}},
+        {"off_policy": {"weight": "sequence", "high": 1.2}},
         lambda s: {"correction": corrections(s, geometric=False, rejects=False)},
     ),
     "grpo, geometric rejection": (
         grpo,
-        {"off_policy": {"correction": "geometric-rejection", "low": 0.8, "high": 1.2}},
+        {"off_policy": {"rejection": {"sequence-mean-k1": [0.8, 1.2]}}},
         lambda s: {"correction": corrections(s, geometric=True, rejects=True)},
+    ),
+    "grpo, weights of sequences with mean 1": (
+        grpo,
+        {"off_policy": {"weight": "sequence", "high": 1.2, "normalize": True}},
+        lambda s: {"correction": with_mean_1(s, corrections(s, geometric=False, rejects=False))},
     ),
     "dr_grpo": (dr_grpo, IN_REWARD, lambda s: {"advantages": relative(s, KL, deviation=False)}),
     "rloo": (rloo, IN_REWARD, lambda s: {"advantages": spread(s, leave_one_out(s, scores(s, KL)))}),

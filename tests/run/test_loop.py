@@ -47,14 +47,19 @@ def test_train_grpo_writes_metrics_curve_samples_and_model(ranks, inputs, tmp_pa
 
 def test_off_policy_correction_of_equal_logprobs_changes_nothing(ranks, inputs, tmp_path):
     overrides = ["algorithm.prompts_per_iteration=3", "algorithm.group_size=2", "job.iterations=1"]
-    for kind in ("none", "sequence-tis", "icepop"):
-        ranks.run(2, job, "grpo", inputs, tmp_path / kind, [*overrides, f"algorithm.off_policy.correction={kind}"])
+    kinds = {
+        "none": "{}",
+        "sequence": "{weight: sequence, normalize: true, rejection: {token-k3: 0.01, sequence-sum-k1: [0.5, 2.0]}}",
+        "icepop": "{weight: token, low: 0.5}",
+    }
+    for kind, value in kinds.items():
+        ranks.run(2, job, "grpo", inputs, tmp_path / kind, [*overrides, f"algorithm.off_policy={value}"])
     plain = metrics_of(tmp_path / "none")[0]
     assert "actor/correction" not in plain
-    for kind in ("sequence-tis", "icepop"):
+    for kind in ("sequence", "icepop"):
         found = metrics_of(tmp_path / kind)[0]
         assert found.pop("actor/correction") == pytest.approx(1, abs=1e-3)
-        assert found.pop("actor/correction_below") == found.pop("actor/correction_above") == 0
+        assert not any(found.pop(f"actor/correction_{what}") for what in ("below", "above", "rejected"))
         assert found == pytest.approx(plain, rel=1e-3, abs=1e-6)
 
 

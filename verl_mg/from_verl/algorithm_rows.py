@@ -160,8 +160,8 @@ def _aggregation(job: VerlJob) -> Values:
     mode, scale = job["aorr.actor.loss_agg_mode"], job["aorr.actor.loss_scale_factor"]
     if mode == "seq-mean-token-sum-norm" and scale not in (None, job["data.max_response_length"]):
         job.report(NONE, "aorr.actor.loss_scale_factor", "sums are divided by rollout.max_new_tokens")
-    if job.has_critic and job["critic.loss_agg_mode"] != "token-mean":
-        job.report(NONE, "critic.loss_agg_mode", "the loss of a critic is the mean over tokens")
+    if job.has_critic and job["critic.loss_agg_mode"] != mode:
+        job.report(NONE, "critic.loss_agg_mode", "actor and critic have the same aggregation")
     return {"algorithm.loss_aggregation": mode}
 
 
@@ -184,42 +184,52 @@ def _pf_ppo(job: VerlJob) -> Values:
     }
 
 
-REJECTED = {"token_k1": "token-rejection", "seq_sum_k1": "sequence-rejection", "seq_mean_k1": "geometric-rejection"}
-
-
 def _correction(job: VerlJob) -> Values:
     section = "algorithm.rollout_correction"
     weight, rejection = job[f"{section}.rollout_is"], job[f"{section}.rollout_rs"]
     values: Values = {"algorithm.old_logprobs": "rollout" if job[f"{section}.bypass_mode"] else "recompute"}
     if job[f"{section}.bypass_mode"] and job[f"{section}.loss_type"] != "ppo_clip":
         job.report(NONE, f"{section}.loss_type", "with the rollout's log-probs a recipe keeps its loss")
-    if job[f"{section}.rollout_is_batch_normalize"]:
-        job.report(NONE, f"{section}.rollout_is_batch_normalize", "weights are not normalised over the batch")
-    if weight and rejection:
-        job.report(NONE, f"{section}.rollout_rs", "algorithm.off_policy is one rule, a weight or a rejection")
     if weight:
-        low, high = _bounds(job[f"{section}.rollout_is_threshold"], only_high=True)
-        kind = "icepop" if low is not None and weight == "token" else f"{weight}-tis"
-        values |= {"algorithm.off_policy.correction": kind, "algorithm.off_policy.high": high}
+        low, high = _bounds(job[f"{section}.rollout_is_threshold"])
+        values |= {"algorithm.off_policy.weight": weight, "algorithm.off_policy.high": high}
         values |= {} if low is None else {"algorithm.off_policy.low": low}
-    elif rejection in REJECTED:
-        low, high = _bounds(job[f"{section}.rollout_rs_threshold"], only_high=False)
-        values["algorithm.off_policy.correction"] = REJECTED[rejection]
-        values |= {"algorithm.off_policy.low": low, "algorithm.off_policy.high": high}
-    elif rejection:
-        job.report(NONE, f"{section}.rollout_rs", f"a rejection is one of {', '.join(REJECTED)}")
+        values["algorithm.off_policy.normalize"] = bool(job[f"{section}.rollout_is_batch_normalize"])
+    if rejection:
+        criteria = [part.strip() for part in str(rejection).split(",")]
+        bounds = str(job[f"{section}.rollout_rs_threshold"]).split(",")
+        bounds = bounds * len(criteria) if len(bounds) == 1 else bounds
+        rejected = {_criterion(name): _limits(name, text) for name, text in zip(criteria, bounds, strict=True)}
+        values["algorithm.off_policy.rejection"] = rejected
     return values
 
 
-def _bounds(threshold: Any, only_high: bool) -> tuple[float | None, float]:
-    """Returns the bounds of "0.5_2.0" or of 2.0, whose lower one is absent or the reciprocal."""
+def _criterion(name: str) -> str:
+    """Returns our name of a criterion: `seq_sum_k1` is `sequence-sum-k1`."""
+    return name.replace("seq_", "sequence_").replace("_", "-")
+
+
+def _limits(criterion: str, text: str) -> Any:
+    """Returns the bounds of the ratio of k1, or the bound of k2 and k3."""
+    low, high = _bounds(text)
+    # verl bounds the engine's probability over the trainer's, and we the inverse; a single bound holds on both sides.
+    return [1 / high, high if low is None else 1 / low] if criterion.endswith("k1") else high
+
+
+def _bounds(threshold: Any) -> tuple[float | None, float]:
+    """Returns the bounds of "0.5_2.0", or of 2.0, which has no lower one."""
     low, _, high = str(threshold).rpartition("_")
-    return (float(low) if low else None if only_high else 1 / float(high)), float(high)
+    return float(low) if low else None, float(high)
 
 
 def _ratio_limit(job: VerlJob) -> Values:
-    key = "algorithm.dual_clip" if job.loss == "vanilla" else "algorithm.ratio_limit"
-    return {key: job["aorr.actor.clip_ratio_c"]}
+    if job.loss in ("dppo_tv", "dppo_kl"):
+        return {"algorithm.ratio_limit": job["aorr.actor.clip_ratio_c"]}
+    if job.loss == "vanilla":
+        return {"algorithm.dual_clip": job["aorr.actor.clip_ratio_c"]}
+    if "aorr.actor.clip_ratio_c" in job.given:
+        job.report("ignored", "aorr.actor.clip_ratio_c", "verl does not read it with this loss")
+    return {"algorithm.dual_clip": None}
 
 
 def _clips(job: VerlJob, side: str) -> Values:
@@ -252,9 +262,9 @@ ALGORITHM = (
          "algorithm.rollout_correction.rollout_rs", "algorithm.rollout_correction.rollout_rs_threshold",
          "algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.rollout_correction.bypass_mode",
          "algorithm.rollout_correction.loss_type"),
-        ("algorithm.off_policy.correction", "algorithm.off_policy.low", "algorithm.off_policy.high",
-         "algorithm.old_logprobs"), _correction,
-        "`token-tis`, `sequence-rejection`, ...; `old_logprobs=skip` leaves them out where a batch is used once"),
+        ("algorithm.off_policy.weight", "algorithm.off_policy.low", "algorithm.off_policy.high",
+         "algorithm.off_policy.normalize", "algorithm.off_policy.rejection", "algorithm.old_logprobs"), _correction,
+        "`seq_sum_k1` is `sequence-sum-k1`, of the inverse ratio; a rejected token still counts in the normalizer"),
     same("aorr.rollout.n", "algorithm.group_size"),
     Row(("aorr.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"), ("algorithm.num_minibatches",), _minibatches,
         "here the number of parts: 512 prompts in parts of 128 are 4"),
@@ -265,7 +275,7 @@ ALGORITHM = (
     Row(("aorr.actor.clip_ratio_high",), ("algorithm.clip_high", "algorithm.limit_high"),
         lambda job: _clips(job, "high"), "", CLIPPED),
     Row(("aorr.actor.clip_ratio_c",), ("algorithm.dual_clip", "algorithm.ratio_limit"), _ratio_limit,
-        "`ratio_limit` of `recipes/dppo.py`", loss_is("vanilla", "dppo_tv", "dppo_kl")),
+        "`ratio_limit` of `recipes/dppo.py`; off here by default, except in Clip-Cov"),
     Row(("aorr.actor.loss_agg_mode", "critic.loss_agg_mode", "aorr.actor.loss_scale_factor"),
         ("algorithm.loss_aggregation",), _aggregation,
         "a recipe's default is its paper's; over the mini-batch of all ranks, always", AGGREGATED),

@@ -45,13 +45,8 @@ RECIPES = {
     ("grpo", "dppo_kl"): "dppo",
 }
 """Recipes by advantage and policy loss of verl."""
-FIXED = {
-    ("rloo", "algorithm.loss_aggregation"): "seq-mean-token-sum",
-    ("remax", "algorithm.loss_aggregation"): "seq-mean-token-sum",
-    ("", "algorithm.loss_aggregation"): "token-mean",
-    ("", "algorithm.normalize_by_std"): True,
-}
-"""Values of recipes without these keys, by recipe; "" stands for all others."""
+FIXED = {"algorithm.normalize_by_std": True}
+"""Values that recipes without these keys have."""
 KINDS = ("no counterpart", "unknown", "ask", "ignored")
 """Kinds of lines, in the order in which they are printed."""
 
@@ -118,8 +113,7 @@ def converted(job: VerlJob, recipe: Recipe) -> dict[str, Any]:
         for key, value in written.items():
             default = default_of(tree, key)
             if default is MISSING:
-                fixed = FIXED.get((recipe.name, key), FIXED.get(("", key), MISSING))
-                if value != fixed and value is not None:
+                if value != FIXED.get(key, MISSING) and value is not None:
                     text = f"recipes/{recipe.name}.py has no {key}, which would be {value}"
                     job.remarks.append(Remark("no counterpart", given or row.theirs[:1], text))
             elif given or value != default:

@@ -16,6 +16,7 @@ Then no split, order or packing of the rows changes the choice.
 import torch
 from torch import Tensor
 
+from verl_mg.algorithms import kl
 from verl_mg.algorithms.losses.policy import Metrics, clipped_policy_loss, masked, masked_constant
 from verl_mg.errors import UserError
 
@@ -119,7 +120,7 @@ def kl_cov_loss(
     if not coefficient >= 0:
         raise UserError(f"the KL-Cov coefficient is {coefficient}. Write 0 or more, as in 1.0")
     difference = masked(mask, logprobs) - masked_constant(mask, old_logprobs)
-    ratio, distance = torch.exp(difference), difference.abs()
+    ratio, distance = torch.exp(kl.bounded(difference)), difference.abs()
     loss = -masked_constant(mask, advantages) * ratio + coefficient * masked(penalized, distance)
     return loss, {
         "ratio": masked(mask, ratio.detach()),

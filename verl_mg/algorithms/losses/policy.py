@@ -7,6 +7,9 @@ r is a token's ratio exp(logprobs - old_logprobs) and A its advantage:
     advantages     (tokens,) float
     mask           (tokens,) bool, true on tokens that count
 
+r is the exponential of a log-ratio that is `kl.bounded`, far beyond what a policy can learn from: values and gradients
+are finite for any log-probs, and 0 where a clip or the advantage says so.
+
 Unless a function says otherwise, its metrics are `ratio` (r), `clip_fraction_low`, `clip_fraction_high` (1 where the
 clip removes the gradient at that end) and `approx_kl` (k3 estimate of KL(old || new), nats). PPO with clips of 0.2:
 
@@ -114,7 +117,7 @@ def clipped_policy_loss(
     check_clips(clip_low, clip_high, dual_clip)
     advantages = masked_constant(mask, advantages)
     difference = masked(mask, logprobs) - masked_constant(mask, old_logprobs)
-    ratio = torch.exp(difference)
+    ratio = torch.exp(kl.bounded(difference))
     low, high = 1 - clip_low, 1 + clip_high
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
     if dual_clip is not None:
@@ -137,7 +140,7 @@ def cispo_loss(
     check_clips(clip_low, clip_high)
     advantages, logprobs = masked_constant(mask, advantages), masked(mask, logprobs)
     difference = logprobs.detach() - masked_constant(mask, old_logprobs)
-    ratio = torch.exp(difference)
+    ratio = torch.exp(kl.bounded(difference))
     low, high = 1 - clip_low, 1 + clip_high
     clipped = {"clip_fraction_low": mask & (ratio < low), "clip_fraction_high": mask & (ratio > high)}
     metrics = {name: where.to(ratio.dtype) for name, where in clipped.items()}
@@ -176,7 +179,7 @@ def sapo_loss(
     check_positive("tau_negative", tau_negative, "1.05")
     advantages = masked_constant(mask, advantages)
     difference = masked(mask, logprobs) - masked_constant(mask, old_logprobs)
-    ratio = torch.exp(difference)
+    ratio = torch.exp(kl.bounded(difference))
     tau = torch.full_like(advantages, tau_negative).masked_fill(advantages > 0, tau_positive)
     opened = torch.sigmoid(tau * (ratio - 1))
     left = masked_constant(mask, 4 * opened * (1 - opened))
@@ -225,7 +228,7 @@ def dppo_loss(
         "clip_fraction_low": (advantages < 0) & (new < old) & (distance > limit_low),
         "clip_fraction_high": (advantages > 0) & (new > old) & (distance > limit_high),
     }
-    ratio = torch.exp(new - old)
+    ratio = torch.exp(kl.bounded(new - old))
     kept = ~(outside["clip_fraction_low"] | outside["clip_fraction_high"])
     metrics = {name: where.to(ratio.dtype) for name, where in outside.items()}
     metrics["divergence"] = masked(mask, distance)

@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from verl_mg.algorithms import kl
 from verl_mg.algorithms.aggregation import sequence_means
 from verl_mg.algorithms.losses.policy import Metrics, check_clips, clip_metrics, masked, masked_constant, ratio_metrics
 
@@ -40,9 +41,9 @@ def gspo_loss(
     # A sequence is a row: segments of a trajectory are separate contexts, perhaps in different micro-batches. Until the
     # first update all ratios are 1, and a trajectory in segments has the loss and gradient of one in a single row;
     # later its clipping is finer. The aggregation weighs a segment by its share of the tokens of its trajectory.
-    sequence_ratio = torch.exp(sequence_means(difference, mask, sequence_ids))
-    # Times 1: the value stays s, the gradient is that of the token's log-prob.
-    ratio = sequence_ratio * torch.exp(logprobs - logprobs.detach())
+    log_ratio = sequence_means(difference, mask, sequence_ids)
+    # Plus 0: the value stays s, the gradient is that of the token's log-prob.
+    ratio = torch.exp(kl.bounded(log_ratio + (logprobs - logprobs.detach())))
     low, high = 1 - clip_low, 1 + clip_high
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
     if dual_clip is not None:
@@ -78,6 +79,6 @@ def gmpo_loss(
     advantages = masked_constant(mask, sequence_means(masked_constant(mask, advantages), mask, sequence_ids))
     highest = math.inf if dual_clip is None else math.log(dual_clip)
     clipped = torch.where(advantages > 0, difference.clamp(max=clip_high), difference.clamp(-clip_low, highest))
-    loss = masked(mask, -advantages * torch.exp(sequence_means(clipped, mask, sequence_ids)))
+    loss = masked(mask, -advantages * torch.exp(kl.bounded(sequence_means(clipped, mask, sequence_ids))))
     metrics = clip_metrics(difference, advantages, mask, -clip_low, clip_high)
-    return loss, metrics | ratio_metrics(difference.exp(), mask, difference)
+    return loss, metrics | ratio_metrics(torch.exp(kl.bounded(difference)), mask, difference)
