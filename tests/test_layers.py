@@ -26,7 +26,7 @@ PACKAGES = (
     "rollout",
     "job",
     "monitor run",
-    "cli api launch view quickstart doctor support evaluation __main__",
+    "cli api launch view quickstart doctor support evaluation from_verl __main__",
 )
 """Packages of each layer, the lowest first."""
 LAYERS = {package: layer for layer, packages in enumerate(PACKAGES) for package in packages.split()}
@@ -36,7 +36,7 @@ SAME_LAYER = {
     ("phase_timer", "device"),
     ("run", "monitor"),
     ("__main__", "cli"),
-    *(("cli", module) for module in ("launch", "quickstart", "view", "doctor", "support", "evaluation")),
+    *(("cli", module) for module in ("launch", "quickstart", "view", "doctor", "support", "evaluation", "from_verl")),
 }
 """Imports within a layer: (importing package, imported package)."""
 PATCHES_OTHERS = "megatron/cpu_shim.py"

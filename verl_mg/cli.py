@@ -88,6 +88,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--engine", choices=("sglang", "vllm"), default="sglang", help="engine (default: %(default)s)")
     add("--python", metavar="PATH", help="Python that has the engine (default: this one)")
     add("--output", metavar="FILE", default="sharding_table.json", help="file to write (default: %(default)s)")
+    meaning = "write a configuration of verl's PPO trainer as one of ours, and list what has no counterpart"
+    add = command("from-verl", _from_verl, meaning).add_argument
+    add(
+        "config",
+        metavar="CONFIG",
+        type=Path,
+        help="verl's YAML file, or the script .sh that starts verl.trainer.main_ppo",
+    )
+    add("overrides", nargs="*", metavar="a.b=c", help="verl's overrides")
+    add("--output", metavar="FILE", type=Path, help="file to write (default: print it)")
     add = command("models", _models, "families of models and what works with each, or with one model").add_argument
     meaning = "a Hugging Face model directory or name, whose weights are not downloaded"
     add("model", nargs="?", type=Path, help=meaning)
@@ -273,6 +283,12 @@ def _plan(arguments: argparse.Namespace) -> None:
     except UserError as error:
         raise UserError(f"{arguments.config}: {error}") from None
     run(arguments, job)
+
+
+def _from_verl(arguments: argparse.Namespace) -> None:
+    from verl_mg.from_verl.translate import from_verl
+
+    from_verl(arguments.config, arguments.overrides, arguments.output)
 
 
 def _models(arguments: argparse.Namespace) -> None:

@@ -1,0 +1,294 @@
+"""Rows of the models that are trained, and of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import get_args
+
+from verl_mg.config.roles import RecomputeModule
+from verl_mg.errors import UserError
+from verl_mg.from_verl.job import Condition, VerlJob
+from verl_mg.from_verl.rows import CRITIC, FSDP, MEGATRON, NONE, REFERENCE, Row, Values, same
+
+SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "vpp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+}
+"""Parts of a layout by verl's keys of Megatron."""
+OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "muon": "muon"}
+OF_MEGATRON = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""verl's default targets of adapters with Megatron: all layers, as null here."""
+SWITCHES = ("param_offload", "grad_offload", "optimizer_offload")
+
+
+def _layout(theirs: str, ours: str) -> Callable[[VerlJob], Values]:
+    def convert(job: VerlJob) -> Values:
+        sizes = {short: job[f"{theirs}.megatron.{key}"] for key, short in SIZES.items()}
+        given = {short: int(size) for short, size in sizes.items() if size is not None}
+        if given.get("etp") == given["tp"]:
+            del given["etp"]
+        return {ours: "-".join(f"{s}{n}" for s, n in given.items() if n != 1 or s == "etp") or "tp1"}
+
+    return convert
+
+
+def _shards(section: str, ours: str) -> Callable[[VerlJob], Values]:
+    def convert(job: VerlJob) -> Values:
+        size = int(job[f"{section}.ulysses_sequence_parallel_size"])
+        return {f"{ours}.backend": "fsdp", f"{ours}.layout": f"cp{size}" if size > 1 else "tp1"}
+
+    return convert
+
+
+def _tokens(micro: str, dynamic: str, longest: str, ours: str, cp: Callable[[VerlJob], int]) -> Callable[..., Values]:
+    """The tokens of a micro-batch: verl's limit is for a GPU, ours for the GPUs that share its rows."""
+
+    def convert(job: VerlJob) -> Values:
+        row = job["data.max_prompt_length"] + job["data.max_response_length"]
+        if job[dynamic]:
+            return {ours: max(int(job[longest]) * cp(job), row)}
+        return {ours: int(job[micro]) * row} if job[micro] else {}
+
+    return convert
+
+
+def _cp(theirs: str, fsdp: str) -> Callable[[VerlJob], int]:
+    keys = (f"{theirs}.megatron.context_parallel_size", f"{fsdp}.ulysses_sequence_parallel_size")
+    return lambda job: int(job[keys[0] if job.megatron else keys[1]])
+
+
+def _optimizer(theirs: str, ours: str) -> Callable[[VerlJob], Values]:
+    def convert(job: VerlJob) -> Values:
+        kind = OPTIMIZERS.get(str(job[f"{theirs}.optimizer"]).lower())
+        if kind is None:
+            job.report(NONE, f"{theirs}.optimizer", "the optimizer is AdamW or Muon")
+        values: Values = {f"{ours}.{key}": job[f"{theirs}.{key}"] for key in ("lr", "weight_decay", "betas")}
+        # No clipping is 0 here, and a null or a number that no gradient reaches there.
+        values[f"{ours}.clip_grad"] = job[f"{theirs}.clip_grad"] or 0.0
+        return values | {f"{ours}.kind": kind or "adamw"} | _schedule(job, theirs, ours)
+
+    return convert
+
+
+def _schedule(job: VerlJob, theirs: str, ours: str) -> Values:
+    key = f"{theirs}.lr_decay_style" if job.megatron else f"{theirs}.lr_scheduler_type"
+    style, values = job[key], Values()
+    if style not in ("constant", "linear", "cosine"):
+        job.report(NONE, key, "the learning rate is constant, or falls linearly or as a cosine")
+        style = "constant"
+    values[f"{ours}.schedule"] = style
+    # Its schedulers take a step in an iteration, ours in each optimizer step.
+    steps, ratio = job[f"{theirs}.lr_warmup_steps"] or 0, job[f"{theirs}.lr_warmup_steps_ratio"] or 0.0
+    if steps > 0:
+        values[f"{ours}.warmup_steps"] = int(steps) * job.updates
+    elif ratio > 0:
+        values[f"{ours}.warmup_ratio"] = ratio
+    if style == "constant":
+        return values
+    ratio = job[f"{theirs}.min_lr_ratio"] or 0.0
+    values[f"{ours}.min_lr"] = job[f"{theirs}.min_lr"] if job.megatron else ratio * job[f"{theirs}.lr"]
+    last = (job[f"{theirs}.lr_decay_steps"] if job.megatron else None) or job.iterations
+    if last:
+        values[f"{ours}.decay_steps"] = int(last) * job.updates
+    elif f"{ours}.warmup_ratio" not in values:  # which decays over the whole job
+        raise job.refusal(key, "it ends with the job, whose iterations are unknown. Add trainer.total_training_steps=N")
+    return values
+
+
+def _offload(section: str, ours: str, keys: tuple[str, ...] = SWITCHES) -> Callable[[VerlJob], Values]:
+    return lambda job: {ours: any(bool(job[f"{section}.{key}"]) for key in keys)}
+
+
+def _recompute(job: VerlJob, ours: str = "actor", theirs: str = "aorr.actor") -> Values:
+    fields = f"{theirs}.megatron.override_transformer_config"
+    how = job[f"{fields}.recompute_granularity"]
+    if how != "selective":
+        return {f"{ours}.recompute": how == "full"}
+    modules = job[f"{fields}.recompute_modules"]
+    return {f"{ours}.recompute": [name for name in modules if name in get_args(RecomputeModule)]}
+
+
+def _checkpointed(model: str, ours: str) -> Callable[[VerlJob], Values]:
+    return lambda job: {f"{ours}.recompute": bool(job[f"{model}.enable_gradient_checkpointing"])}
+
+
+def _dtype(job: VerlJob) -> Values:
+    key = "aorr.actor.megatron.dtype" if job.megatron else "aorr.actor.fsdp_config.dtype"
+    name = {"fp32": "float32", "bf16": "bfloat16"}.get(job[key], job[key])
+    if name not in ("float32", "bfloat16"):
+        job.report(NONE, key, "weights are bfloat16 with float32 master weights, or float32")
+        name = "bfloat16"
+    return {"model.dtype": name}
+
+
+def _adapters(job: VerlJob) -> Values:
+    names = ("lora.rank", "lora.alpha", "lora.target_modules", "lora.adapter_path")
+    if not job.megatron:
+        names = ("lora_rank", "lora_alpha", "target_modules", "lora_adapter_path")
+    rank, alpha, targets, path = (job[f"aorr.model.{name}"] for name in names)
+    if not rank:
+        return {}
+    values: Values = {"actor.lora.rank": rank, "actor.lora.alpha": float(alpha)}
+    if isinstance(targets, list) and set(targets) != set(OF_MEGATRON):
+        if set(targets) & set(OF_MEGATRON):
+            job.report(NONE, f"aorr.model.{names[2]}", "targets have the names of Hugging Face: q_proj, down_proj, ...")
+        else:
+            values["actor.lora.targets"] = targets
+    return values | ({"actor.lora.path": path} if path else {})
+
+
+OF_KEYS = {"recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers"}
+
+
+def _fields(section: str, part: str) -> Callable[[VerlJob], Values]:
+    """The fields of a configuration of megatron-core that the section `megatron` takes."""
+
+    def convert(job: VerlJob) -> Values:
+        given = {name: value for name, value in job.section(section).items() if name not in OF_KEYS}
+        values: Values = {}
+        for name, value in given.items():
+            if name == "optimizer_cpu_offload":
+                values["actor.optimizer.cpu_offload"] = bool(value)
+            elif reason := _obstacle(part, name, value):
+                job.report(NONE, f"{section}.{name}", reason)
+            else:
+                values[f"megatron.{part}.{name}"] = value
+        return values
+
+    return convert
+
+
+def _obstacle(part: str, name: str, value: object) -> str:
+    """Returns why the section `megatron` does not take a field, or ""."""
+    # Here: megatron-core and torch take seconds to import, and most files have no such fields.
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from verl_mg.megatron import config_fields
+
+    kinds = {
+        "transformer": (MLATransformerConfig, config_fields.TRANSFORMER),
+        "ddp": (DistributedDataParallelConfig, config_fields.DDP),
+        "optimizer": (OptimizerConfig, config_fields.OPTIMIZER),
+    }
+    kind, refused = kinds[part]
+    try:
+        config_fields.given_fields(part, kind, {name: value}, refused)
+    except UserError as error:
+        return str(error).removeprefix(f"megatron.{part}.{name}").lstrip(":=").strip().rstrip(".")
+    return ""
+
+
+def _replay(job: VerlJob) -> Values:
+    mode = job["aorr.actor.router_replay.mode"]
+    if mode not in ("disabled", "R3", None):
+        job.report(NONE, "aorr.actor.router_replay.mode", "the experts of the engine are replayed (R3), or none")
+    return {"rollout.replay_routing": bool(job["aorr.rollout.enable_rollout_routing_replay"]) or mode == "R3"}
+
+
+def _critic_path(job: VerlJob) -> Values:
+    path = job["critic.model.path"]
+    if path is None:
+        text = "verl's own default is a path of its authors; the critic starts from model.path"
+        job.report("ask", "critic.model.path", text)
+        return {}
+    return {} if path == job["aorr.model.path"] else {"critic.path": str(Path(str(path)).expanduser())}
+
+
+WITH_REFERENCE = Condition(lambda job: job.has_reference and job.megatron, "without a KL penalty, or with FSDP")
+WITH_SHARDED_REFERENCE = Condition(
+    lambda job: job.has_reference and not job.megatron, "without a KL penalty, or with Megatron"
+)
+TRAINED = ("lr", "weight_decay", "betas", "clip_grad", "optimizer", "lr_scheduler_type", "lr_decay_style")
+SCHEDULED = ("lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio", "min_lr", "lr_decay_steps")
+OPTIMIZER_KEYS = ("kind", "lr", "weight_decay", "betas", "clip_grad", "schedule", "min_lr", "decay_steps")
+WARMUP = ("warmup_steps", "warmup_ratio")
+
+
+def _of(section: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names)
+
+
+def _critic_only(condition: Condition) -> Condition:
+    return Condition(lambda job: job.has_critic and condition.holds(job), f"without a critic, or {condition.otherwise}")
+
+
+def _trained(theirs: str, fsdp: str, model: str, ours: str, also: Callable[[Condition], Condition]) -> tuple[Row, ...]:
+    """The rows that actor and critic have in common."""
+    always = also(Condition(lambda job: True, "ever"))
+    micro, dynamic = f"{theirs}.ppo_micro_batch_size_per_gpu", f"{theirs}.use_dynamic_bsz"
+    longest, tokens = f"{theirs}.ppo_max_token_len_per_gpu", f"{ours}.tokens_per_micro_batch"
+    sizes = _of(f"{theirs}.megatron", tuple(SIZES))
+    fields = f"{theirs}.megatron.override_transformer_config"
+    return (
+        Row(sizes, (f"{ours}.layout",), _layout(theirs, f"{ours}.layout"), "`tp4-pp2-vpp2-cp2-ep8-etp1`",
+            also(MEGATRON)),
+        Row((f"{fsdp}.ulysses_sequence_parallel_size",), (f"{ours}.backend", f"{ours}.layout"), _shards(fsdp, ours),
+            "`backend=fsdp`, with `cp2`", also(FSDP)),
+        Row((micro, dynamic, longest), (tokens,), _tokens(micro, dynamic, longest, tokens, _cp(theirs, fsdp)),
+            "always by tokens, of all ranks that share a row by cp", always),
+        Row(_of(f"{theirs}.optim", (*TRAINED, *SCHEDULED)), _of(f"{ours}.optimizer", (*OPTIMIZER_KEYS, *WARMUP)),
+            _optimizer(f"{theirs}.optim", f"{ours}.optimizer"),
+            "verl's schedules count iterations, ours optimizer steps", always),
+        Row(_of(f"{theirs}.megatron", SWITCHES), (f"{ours}.offload",),
+            _offload(f"{theirs}.megatron", f"{ours}.offload"), "all of them together", also(MEGATRON)),
+        Row(_of(fsdp, ("param_offload", "optimizer_offload")), (f"{ours}.offload",),
+            _offload(fsdp, f"{ours}.offload", ("param_offload", "optimizer_offload")), "", also(FSDP)),
+        Row((f"{model}.enable_gradient_checkpointing",), (f"{ours}.recompute",), _checkpointed(model, ours),
+            "on there with FSDP", also(FSDP)),
+        Row(_of(fields, ("recompute_granularity", "recompute_modules")), (f"{ours}.recompute",),
+            lambda job: _recompute(job, ours, theirs), "", also(MEGATRON)),
+    )  # fmt: skip
+
+
+MODELS = (
+    Row(("aorr.model.path",), ("model.path",), lambda job: {"model.path": str(Path(str(job["aorr.model.path"]))
+        .expanduser())}, "a directory, or a name of the Hugging Face hub"),
+    Row(("aorr.actor.strategy",), ("actor.backend",), lambda job: {}, "`fsdp2` is `fsdp`"),
+    Row(("aorr.actor.megatron.dtype", "aorr.actor.fsdp_config.dtype"), ("model.dtype",), _dtype,
+        "bfloat16 has float32 master weights in both"),
+    Row(("aorr.model.lora_rank", "aorr.model.lora_alpha", "aorr.model.target_modules", "aorr.model.lora_adapter_path",
+         "aorr.model.lora.rank", "aorr.model.lora.alpha", "aorr.model.lora.target_modules",
+         "aorr.model.lora.adapter_path"),
+        ("actor.lora",), _adapters, "`{rank: 16, alpha: 32}`"),
+    *_trained("aorr.actor", "aorr.actor.fsdp_config", "aorr.model", "actor", lambda condition: condition),
+    Row(("aorr.actor.fsdp_config.fsdp_size",), ("fsdp.replicas",),
+        lambda job: {} if job["aorr.actor.fsdp_config.fsdp_size"] in (-1, None)
+        else {"fsdp.replicas": max(job.ranks // job["aorr.actor.fsdp_config.fsdp_size"], 1)},
+        "ranks of a copy there, number of copies here", FSDP),
+    same("aorr.actor.fsdp_config.reshard_after_forward", "fsdp.reshard_after_forward", when=FSDP),
+    same("aorr.actor.fsdp_config.offload_policy", "fsdp.cpu_offload", when=FSDP),
+    same("aorr.actor.freeze_vision_tower", "fsdp.freeze_vision_tower", when=FSDP),
+    same("aorr.actor.megatron.dynamic_context_parallel", "actor.dynamic_context", when=MEGATRON),
+    Row(("aorr.actor.megatron.override_transformer_config.*",), ("megatron.transformer",), 
+        _fields("aorr.actor.megatron.override_transformer_config", "transformer"),
+        "megatron-core's own names, for all models of the job", MEGATRON),
+    Row(("aorr.actor.megatron.override_ddp_config.*",), ("megatron.ddp",),
+        _fields("aorr.actor.megatron.override_ddp_config", "ddp"), "", MEGATRON),
+    Row(("aorr.actor.optim.override_optimizer_config.*",), ("megatron.optimizer", "actor.optimizer.cpu_offload"),
+        _fields("aorr.actor.optim.override_optimizer_config", "optimizer"),
+        "`optimizer_cpu_offload` computes the step there", MEGATRON),
+    Row(("aorr.actor.router_replay.mode", "aorr.rollout.enable_rollout_routing_replay"), ("rollout.replay_routing",),
+        _replay, "`R3`"),
+    Row(("critic.model.path",), ("critic.path",), _critic_path, "", CRITIC),
+    *_trained("critic", "critic.fsdp", "critic.model", "critic", _critic_only),
+    Row(_of("aorr.ref.megatron", tuple(SIZES)), ("reference.layout",), _layout("aorr.ref", "reference.layout"), "",
+        WITH_REFERENCE),
+    Row(("aorr.ref.fsdp_config.ulysses_sequence_parallel_size",), ("reference.backend", "reference.layout"),
+        _shards("aorr.ref.fsdp_config", "reference"), "", WITH_SHARDED_REFERENCE),
+    Row(("aorr.ref.megatron.param_offload",), ("reference.offload",),
+        _offload("aorr.ref.megatron", "reference.offload", ("param_offload",)), "", WITH_REFERENCE),
+    Row(("aorr.ref.fsdp_config.param_offload",), ("reference.offload",),
+        _offload("aorr.ref.fsdp_config", "reference.offload", ("param_offload",)), "", WITH_SHARDED_REFERENCE),
+    Row(("aorr.ref.log_prob_micro_batch_size_per_gpu", "aorr.ref.log_prob_use_dynamic_bsz",
+         "aorr.ref.log_prob_max_token_len_per_gpu"), ("reference.tokens_per_micro_batch",),
+        _tokens("aorr.ref.log_prob_micro_batch_size_per_gpu", "aorr.ref.log_prob_use_dynamic_bsz",
+                "aorr.ref.log_prob_max_token_len_per_gpu", "reference.tokens_per_micro_batch",
+                _cp("aorr.ref", "aorr.ref.fsdp_config")), "", REFERENCE),
+)  # fmt: skip
