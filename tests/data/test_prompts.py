@@ -1,6 +1,7 @@
 """Prompts are tokenised as the tokenizer says and visited once an epoch, whatever the interruptions."""
 
 import json
+import re
 import string
 from pathlib import Path
 from typing import Any
@@ -36,16 +37,26 @@ def test_read_prompts_plain_prompt_is_tokenized(tmp_path, tokenizer):
     assert (second.id, second.text, second.answer) == (1, "c!", None)
 
 
-def test_read_prompts_special_tokens_are_added_once(tmp_path):
-    """A tokenizer that begins every text with a token does so for strings, not after a template."""
+ADDED = {"<pad> $A": "<pad>, which", "$A <eos>": "add <eos> at the end", "<pad> $A <eos>": "<pad>.*<eos> at the"}
+
+
+@pytest.mark.parametrize("single", ADDED)
+def test_read_prompts_special_tokens_are_those_of_text_and_template(tmp_path, single):
+    """What a tokenizer would add to every text, as Llama's and T5's do, is not added, and named."""
     from tokenizers.processors import TemplateProcessing
 
-    tokenizer = character_tokenizer("ab")
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
-    messages = [{"role": "user", "content": "b"}]
-    prompts = prompt_set(data_file(tmp_path, {"prompt": "a"}, {"prompt": messages}), tokenizer, max_prompt_tokens=9)
-    assert tokenizer.convert_ids_to_tokens(prompts[0].tokens) == ["<pad>", "a"]
-    assert tokenizer.convert_ids_to_tokens(prompts[1].tokens) == ["<user>", "b", "<assistant>"]
+    tokenizer, lines = character_tokenizer("ab"), []
+    special = [("<pad>", 0), ("<eos>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+    path = data_file(tmp_path, {"prompt": "<pad>a"}, {"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]})
+    prompts = prompt_set(path, tokenizer, max_prompt_tokens=9, report=lines.append)
+    texts = [tokenizer.convert_ids_to_tokens(prompt.tokens) for prompt in prompts]
+    assert texts == [["<pad>", "a"], ["a"], ["<user>", "b", "<assistant>"]]
+    (line,) = lines
+    assert re.match(rf"{path}: .*{ADDED[single]}", line)
+    assert ("2 of 3 prompts do not begin with <pad>" in line) == single.startswith("<pad>")
+    first = prompt_set(data_file(tmp_path, {"prompt": "<pad>a"}), tokenizer, max_prompt_tokens=9, report=lines.append)
+    assert first[0].tokens == prompts[0].tokens and len(lines) == 1 + single.endswith("<eos>")
 
 
 def test_read_prompts_system_prompt_begins_conversations_that_have_none(tmp_path):
@@ -86,7 +97,10 @@ def test_read_prompts_chat_template_renders_strings_and_messages(tmp_path, token
     [
         ({"question": "a", "id": 1}, "no field 'prompt'.*: question, id"),
         ({"prompt": 3}, "is not a prompt. Write a string or a list of messages"),
-        ({"prompt": [{"role": "user"}]}, "is not a prompt. Write a string or a list of messages"),
+        (
+            {"prompt": [{"role": "user"}]},
+            "message 1, of the user, has neither content nor tool_calls. Write a string or a list of messages",
+        ),
         ({"prompt": [{"role": "tool", "content": ""}]}, "unknown role tool"),
         ({"prompt": ""}, "no tokens"),
         ({"prompt": "abcdef"}, "6 tokens, data.max_prompt_tokens is 5. .*data.overlong_prompts=drop"),
