@@ -229,7 +229,8 @@ def test_sample_table_shows_samples_equally_far_apart(tmp_path):
     batch["truncated"] = torch.zeros(count, dtype=torch.bool)
     batch["reward"] = torch.arange(count) / 4
     batch["reward.form"] = torch.where(torch.arange(count) % 4 == 0, math.nan, 0.5)
-    table = sample_table([batch], 4, 7, SampleTexts(prompts, tokenizer, ()))
+    texts = SampleTexts(prompts, tokenizer, ())
+    table = sample_table([batch], 4, 7, texts)
     assert table.columns == ("iteration", "prompt", "response", "answer", "reward", "form")
     assert table.rows == [
         [7.0, "0+0=", "0", "0", 0.0, None],
@@ -237,6 +238,6 @@ def test_sample_table_shows_samples_equally_far_apart(tmp_path):
         [7.0, "0+2=", "4", "2", 1.0, None],
         [7.0, "0+3=", "6", "3", 1.5, 0.5],
     ]
-    whole = sample_table([batch], 100, 7, prompts, tokenizer)
+    whole = sample_table([batch], 100, 7, texts)
     assert whole is not None and [row[2] for row in whole.rows] == [str(i) for i in range(count)]
-    assert sample_table([batch.select([])], 4, 7, prompts, tokenizer) is None
+    assert sample_table([batch.select([])], 4, 7, texts) is None

@@ -64,8 +64,8 @@ class ModelDirectory:
         folder = Path(folder)
         if (folder / ADAPTER_CONFIG).exists() and ((folder / INDEX).exists() or (folder / SINGLE).exists()):
             raise UserError(
-                f"{folder / ADAPTER_CONFIG}: adapters beside a model, which transformers loads in its place. Move both "
-                f"files of the adapters into a folder of their own, and set lora.path to it."
+                f"{folder / ADAPTER_CONFIG}: adapters of another model, which transformers loads instead of this one. "
+                "Move both files of the adapters to a separate folder, and set lora.path to it."
             )
         files = weight_map(folder)
         directory = cls(folder, files or {}, declared_block(folder), stacked or {})

@@ -167,7 +167,7 @@ def tokenize(rendered: Sequence[RenderedPrompt], tokenizer: "PreTrainedTokenizer
     for start in range(0, len(rendered), ROWS):
         texts = [item.expanded or item.text for item in rendered[start : start + ROWS]]
         # A template writes the special tokens itself, and so does who renders a text before: the tokenizer would add
-        # them a second time, or an end of the sequence behind the prompt.
+        # them a second time, or an end of the sequence after the prompt.
         rows += tokenizer(texts, add_special_tokens=False)["input_ids"]
     return rows
 
@@ -175,7 +175,7 @@ def tokenize(rendered: Sequence[RenderedPrompt], tokenizer: "PreTrainedTokenizer
 def unwritten_tokens(
     rendered: Sequence[RenderedPrompt], rows: Sequence[Sequence[int]], tokenizer: "PreTrainedTokenizerBase"
 ) -> str | None:
-    """Returns a line about the tokens that a tokenizer would add to the texts of rows; None where they lack none."""
+    """Returns a line about the tokens that a tokenizer would add to the texts of rows; None where they have all."""
     first = next((i for i, row in enumerate(rows) if row), None)
     if first is None:
         return None
@@ -191,7 +191,7 @@ def unwritten_tokens(
 
 
 def reply_opening(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Returns what a chat template writes of a reply itself, behind the header of its message: "<think>\\n" or ""."""
+    """Returns what a chat template writes of a reply itself, after the header of its message: "<think>\\n" or ""."""
     question, answer = [{"role": "user", "content": "0"}], [{"role": "assistant", "content": "1"}]
     try:
         context = render_conversation(question, tokenizer, "", for_reply=False)
@@ -200,17 +200,17 @@ def reply_opening(tokenizer: "PreTrainedTokenizerBase") -> str:
         wholes = [render_conversation(messages, tokenizer, "", (), False) for messages in (turns, turns + question)]
     except UserError:  # no template, or one of other messages: then nothing is known
         return ""
-    # The header is what finished replies begin with too: most templates write no thinking in those of earlier turns.
+    # The header is what finished replies begin with too: most templates write no thinking in earlier turns.
     replies = [whole.removeprefix(context) for whole in wholes]
     end = sum(1 for _ in takewhile(lambda characters: len(set(characters)) == 1, zip(header, *replies, strict=False)))
     tag = header.rfind("<", 0, end)
     if tag > header.rfind(">", 0, end):
-        end = tag  # "<think>" and "</think>" differ behind their first character
+        end = tag  # "<think>" and "</think>" differ after their first character
     # Of templates that write it in all, the header is that of a question with another role: <|im_start|>user\n
-    behind_role = context.rpartition("0")[0].rpartition("user")[2]
+    after_role = context.rpartition("0")[0].rpartition("user")[2]
     role_end = header.find("assistant") + len("assistant")
-    if "assistant" in header and header.startswith(behind_role, role_end):
-        end = min(end, role_end + len(behind_role))
+    if "assistant" in header and header.startswith(after_role, role_end):
+        end = min(end, role_end + len(after_role))
     return header[end:] if header[end:].strip() else ""
 
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class AddedTokens(NamedTuple):
-    """Token ids in front of a text and behind it: <bos> and none with Llama's tokenizer, none and <eos> with T5's."""
+    """Token ids before a text and after it: <bos> and none with Llama's tokenizer, none and <eos> with T5's."""
 
     front: tuple[int, ...]
     end: tuple[int, ...]
@@ -18,8 +18,12 @@ class AddedTokens(NamedTuple):
     def of(cls, tokenizer: PreTrainedTokenizerBase, text: str) -> AddedTokens:
         """Returns what a tokenizer adds to a text with at least one token."""
         # By comparison: fields such as add_bos_token do not say what the post-processor of tokenizer.json does.
-        own = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        alone = list(tokenizer(text, add_special_tokens=False)["input_ids"])
         whole = list(tokenizer(text)["input_ids"])
-        starts = [i for i in range(len(whole) - len(own) + 1) if whole[i : i + len(own)] == own]
+        starts = [i for i in range(len(whole) - len(alone) + 1) if whole[i : i + len(alone)] == alone]
         # The last place: a text that begins with <bos> is "<bos> <bos> ...", of which the first one was added.
-        return cls(tuple(whole[: starts[-1]]), tuple(whole[starts[-1] + len(own) :])) if starts and own else cls((), ())
+        return (
+            cls(tuple(whole[: starts[-1]]), tuple(whole[starts[-1] + len(alone) :]))
+            if starts and alone
+            else cls((), ())
+        )

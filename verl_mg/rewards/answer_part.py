@@ -1,4 +1,4 @@
-"""Which part of a response is its answer: what follows the reasoning, and lines with the mark of GSM8K's answers.
+"""The part of a response that is its answer: what follows the reasoning, and lines with the mark of GSM8K's answers.
 
 "<think>Is it A?</think>It is B."          answer_part: "It is B."
 "#### Step 1\\nAdd.\\n#### 42\\nChecked."      marked_lines: ("42", text below), ("Step 1", text below)
@@ -26,7 +26,7 @@ _WORD = re.compile(r"[A-Za-z]{2}")
 
 
 class Marked(NamedTuple):
-    """The line behind a mark."""
+    """The line after a mark, and what follows."""
 
     line: str
     has_text_below: bool
@@ -47,12 +47,18 @@ def answer_part(response: str) -> str:
 
 
 def marked_lines(text: str) -> Iterator[Marked]:
-    """Yields what is behind each mark, the last one first: the first line that is not blank."""
+    """Yields for each mark, the last one first, the first line after it that is not blank."""
     below = box = False
     for piece in reversed(text.split(MARK)[1:]):
         line, _, rest = piece.strip().partition("\n")
         yield Marked(line.strip(), below or bool(rest.strip()), box or BOXED in rest)
         below, box = below or bool(line), box or BOXED in piece
+
+
+def without_headings(text: str) -> str:
+    """Returns a text without the lines that begin with the mark and have no formula of LaTeX: their numbers count."""
+    lines = text.splitlines()
+    return "\n".join(line for line in lines if not line.startswith(MARK) or "\\" in line or "$" in line)
 
 
 def is_formula(line: str) -> bool:

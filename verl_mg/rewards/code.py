@@ -131,7 +131,7 @@ def read_tests(sample: Sample, field: str | None) -> list[Case]:
 
 
 def last_program(response: str) -> str | None:
-    """Returns the last fenced block behind the reasoning marked as Python; without any, the last one without a mark."""
+    """Returns the last fenced block after the reasoning marked as Python; without any, the last one without a mark."""
     blocks = [(mark.strip().lower(), body) for mark, body in BLOCK.findall(answer_part(response))]
     for marks in (PYTHON, ("",)):
         if chosen := [body for mark, body in blocks if mark in marks]:

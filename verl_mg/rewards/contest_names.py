@@ -1,7 +1,7 @@
 """Names that contests define before a program runs, for the sandbox: sent there as text in front of a harness.
 
-Starter code of LeetCode's form, `def total(self, nums: List[int])`, uses them without importing them. The modules are
-those of LiveCodeBench's grader (lcb_runner/evaluation/testing_util.py) and of APPS's.
+Starter code of LeetCode's form, `def total(self, nums: List[int])`, uses them without importing them. The graders of
+LiveCodeBench (lcb_runner/evaluation/testing_util.py) and of APPS import these modules.
 """
 
 import ast

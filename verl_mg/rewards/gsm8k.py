@@ -9,7 +9,7 @@ from verl_mg.rewards.answer_part import answer_part, marked_lines
 from verl_mg.rewards.reward import Reward, Sample
 
 FIRST = re.compile(r"\$?\s?(-?\s?\$?[0-9.,]*[0-9])")
-NUMBERING = re.compile(r"[.):]\s*\S")  # behind the number of a heading: "#### 1. Add"
+NUMBERING = re.compile(r"[.):]\s*\S")  # after the number of a heading: "#### 1. Add"
 NUMBER = re.compile(r"-?\$?[0-9][0-9.,]*|-?\$?\.[0-9]+")
 
 
@@ -25,7 +25,7 @@ def score(
     Args:
         sample: its answer is a number, or text that ends with `#### NUMBER`; UserError otherwise.
         method: "strict" reads the number after the last `####` of the response that is no heading, "flexible" its
-            last number; both behind the reasoning.
+            last number; both after the reasoning.
         correct: reward of the right number, compared by value: 1,000 and $1000.00 are equal.
         wrong: reward of another number; a value slightly above `missing` rewards the format.
         missing: reward of a response without a number in this format.
@@ -49,9 +49,9 @@ def score(
 
 def _marked_number(response: str) -> str | None:
     for marked in marked_lines(response):
-        found = FIRST.match(marked.line)
-        if found and not (marked.has_text_below and NUMBERING.match(marked.line, found.end())):
-            return found[1]
+        match = FIRST.match(marked.line)
+        if match and not (marked.has_text_below and NUMBERING.match(marked.line, match.end())):
+            return match[1]
     return None
 
 

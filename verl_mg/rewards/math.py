@@ -14,7 +14,14 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from math_verify.utils import timeout
 
 from verl_mg.errors import UserError
-from verl_mg.rewards.answer_part import LONGEST, QUANTITY, answer_part, marked_lines, without_separators
+from verl_mg.rewards.answer_part import (
+    LONGEST,
+    QUANTITY,
+    answer_part,
+    marked_lines,
+    without_headings,
+    without_separators,
+)
 from verl_mg.rewards.math_pool import MathPool
 from verl_mg.rewards.reward import Reward, Sample
 
@@ -38,7 +45,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 def score(sample: Sample) -> Reward:
     r"""Returns 1.0 where the final answer of the response equals the record's, else 0.0; callable from any thread.
 
-    The record's final answer is the text after its last `####`, or the whole answer. The response's, behind its
+    The record's final answer is the text after its last `####`, or the whole answer. The response's, after its
     reasoning, is the text after its last `####` that is no heading and has no `\boxed{}` below, or the answer that
     math-verify extracts: a `\boxed{}`, then other LaTeX, then an expression. Small numbers are equal to 5 digits; "$"
     and thousands separators make no difference; a comparison that exceeds `SECONDS` scores 0.0. The parts "correct"
@@ -65,7 +72,7 @@ def is_equivalent(response: str, answer: str) -> Reward:
     """Computes the reward of `score` in this thread, which must be a main thread: math-verify uses alarm signals."""
     gold = _gold(answer)
     final = _final(response, gold)
-    parsed = _parsed(response) if final is None else _parsed_answer(final)
+    parsed = _parsed(without_headings(response)) if final is None else _parsed_answer(final)
     correct = final is not None and without_separators(final) == without_separators(gold)
     if not correct:
         expected = _parsed_answer(gold)
@@ -88,7 +95,7 @@ def _gold(answer: str) -> str:
 
 
 def _final(text: str, gold: str = "") -> str | None:
-    """Returns the line behind the last mark that is an answer; None without one. `gold` is no heading."""
+    """Returns the line after the last mark that is an answer; None without one. `gold` is no heading."""
     for number, marked in enumerate(marked_lines(text)):
         if marked.has_box_below:
             return None

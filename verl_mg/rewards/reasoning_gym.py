@@ -61,7 +61,7 @@ class Score:
         response = answer_part(response)
         if self._pattern is None:
             return response.strip()
-        # Only up to the last end: behind it, each begin would be searched for an end to no avail.
+        # Only up to the last end: after it, each begin would be searched for an end to no avail.
         tagged = self._pattern.findall(response[: response.rfind(self._end) + len(self._end)])
         return tagged[-1].strip() if tagged else None
 

@@ -5,7 +5,7 @@ import regex
 from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Reward, Sample
 
-# Linear: the first </think> with an <answer> behind it is as good as any later one, so the search is atomic, (?>...).
+# Linear: the first </think> with an <answer> after it is as good as any later one, so the search is atomic, (?>...).
 THINK_ANSWER = r"\s*+<think>(?>.*?</think>\s*+<answer>).*</answer>\s*+"
 """The format that DeepSeek-R1-Zero was rewarded for [arXiv:2501.12948, section 2.2]."""
 
@@ -35,8 +35,8 @@ class RegexFormat:
     def score(self, sample: Sample) -> Reward:
         """Returns the reward, with the part "form", 0.0 or 1.0."""
         try:
-            found = self._pattern.fullmatch(sample.response, timeout=SECONDS, concurrent=True)
+            match = self._pattern.fullmatch(sample.response, timeout=SECONDS, concurrent=True)
         except TimeoutError:  # repetitions of the pattern overlap, and the response makes them try every division
-            found = None
-        matches = found is not None
+            match = None
+        matches = match is not None
         return Reward(self._hit if matches else self._miss, {"form": float(matches)})
