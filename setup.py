@@ -35,6 +35,7 @@ setup(
         "rich>=13",
         "Jinja2>=3.1",
         "math-verify>=0.8",
+        "regex",
         "pyarrow>=18",
         "tensorboard>=2.18",
         "matplotlib>=3.9",

@@ -91,6 +91,36 @@ def test_model_directory_missing_or_different_tensor_is_named(tmp_path, tensors)
         ModelDirectory.find(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("files", "named", "reason"),
+    [
+        (["model.safetensors"], "model-1.safetensors", r"model\.safetensors is there too.* Remove the index"),
+        (["model.safetensors", "model-1.safetensors"], "model-1.safetensors", "Remove model.safetensors, or the index"),
+        (["model.safetensors", "old-1.safetensors"], "model.safetensors", None),
+        (["model-1.safetensors", "old-1.safetensors", "model.bin"], "model-1.safetensors", None),
+        (
+            ["old-1.safetensors"],
+            "model-1.safetensors",
+            r"model-1\.safetensors: missing, although .*index.json",
+        ),
+        (["model-1.safetensors"], None, r"contains model-1\.safetensors, but no model.*index\.json names it"),
+        (["adapter_model.safetensors"], None, "contains adapter_model.safetensors, but not the model"),
+        (["model.safetensors", "adapter_config.json"], None, r"adapter_config\.json: adapters of another model"),
+        (["model.bin"], None, "Convert the weights to safetensors files"),
+    ],
+)
+def test_model_directory_of_two_models_or_none_is_named(tmp_path, tensors, files, named, reason):
+    for file in files:
+        save_file(tensors, tmp_path / file)
+    if named:
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(tensors, named)}))
+    if reason is None:
+        ModelDirectory.find(tmp_path).check(WHOLE)
+        return
+    with pytest.raises(UserError, match=reason):
+        ModelDirectory.find(tmp_path).check(WHOLE)
+
+
 def test_model_directory_damaged_file_is_named_with_its_tensor(tmp_path, tensors):
     writer = CheckpointWriter(tmp_path, WHOLE, torch.float32, file_bytes=100)
     writer.create()

@@ -174,7 +174,7 @@ def test_read_prompts_calls_without_content_are_messages(tmp_path, tokenizer):
     assert read(path, tokenizer)[0][0][0] == "<user>1+1=[[]]<assistant>None<user>1+1=<assistant>"
 
 
-RECORDS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "ü\u2028\n", "answer": None}]
+RECORDS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "ü\u2028\n", "list": [None]}]
 
 
 def written(path: Path, text: str) -> Path:

@@ -128,7 +128,7 @@ def test_read_records_bad_line_of_a_shard_is_named(tmp_path):
         ("state.json", "{", r"state\.json: not readable JSON"),
         ("state.json", "[]", r"state\.json: has no list _data_files"),
         ("state.json", '{"_data_files": [{"filename": "c.arrow"}]}', r"c\.arrow of its state\.json is missing"),
-        ("a.arrow", "no stream", r"a\.arrow: not a readable Arrow stream"),
+        ("a.arrow", "no stream", r"a\.arrow: not a readable Arrow file"),
         ("dataset_dict.json", "{}", r"several splits .*/d/train"),
     ],
 )

@@ -1,7 +1,9 @@
 """Prompts are tokenised as the tokenizer says and visited once an epoch, whatever the interruptions."""
 
 import json
+import re
 import string
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,12 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.json_lines import data_file
 from tests.helpers.prompts import prompt_set
-from verl_mg.data import PromptSet
+from tests.helpers.published_rows import write_parquet
+from verl_mg.data import PromptFeed, PromptSet
+from verl_mg.data.rendering import reply_opening
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
+from verl_mg.roles.reward import SampleTexts
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
@@ -36,16 +41,26 @@ def test_read_prompts_plain_prompt_is_tokenized(tmp_path, tokenizer):
     assert (second.id, second.text, second.answer) == (1, "c!", None)
 
 
-def test_read_prompts_special_tokens_are_added_once(tmp_path):
-    """A tokenizer that begins every text with a token does so for strings, not after a template."""
+ADDED = {"<pad> $A": "<pad>, which", "$A <eos>": "add <eos> at the end", "<pad> $A <eos>": "<pad>.*<eos> at the"}
+
+
+@pytest.mark.parametrize("single", ADDED)
+def test_read_prompts_special_tokens_are_those_of_text_and_template(tmp_path, single):
+    """What a tokenizer would add to every text, as Llama's and T5's do, is not added, and named."""
     from tokenizers.processors import TemplateProcessing
 
-    tokenizer = character_tokenizer("ab")
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
-    messages = [{"role": "user", "content": "b"}]
-    prompts = prompt_set(data_file(tmp_path, {"prompt": "a"}, {"prompt": messages}), tokenizer, max_prompt_tokens=9)
-    assert tokenizer.convert_ids_to_tokens(prompts[0].tokens) == ["<pad>", "a"]
-    assert tokenizer.convert_ids_to_tokens(prompts[1].tokens) == ["<user>", "b", "<assistant>"]
+    tokenizer, lines = character_tokenizer("ab"), []
+    special = [("<pad>", 0), ("<eos>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=special)
+    path = data_file(tmp_path, {"prompt": "<pad>a"}, {"prompt": "a"}, {"prompt": [{"role": "user", "content": "b"}]})
+    prompts = prompt_set(path, tokenizer, max_prompt_tokens=9, report=lines.append)
+    texts = [tokenizer.convert_ids_to_tokens(prompt.tokens) for prompt in prompts]
+    assert texts == [["<pad>", "a"], ["a"], ["<user>", "b", "<assistant>"]]
+    (line,) = lines
+    assert re.match(rf"{path}: .*{ADDED[single]}", line)
+    assert ("2 of 3 prompts do not begin with <pad>" in line) == single.startswith("<pad>")
+    first = prompt_set(data_file(tmp_path, {"prompt": "<pad>a"}), tokenizer, max_prompt_tokens=9, report=lines.append)
+    assert first[0].tokens == prompts[0].tokens and len(lines) == 1 + single.endswith("<eos>")
 
 
 def test_read_prompts_system_prompt_begins_conversations_that_have_none(tmp_path):
@@ -86,7 +101,10 @@ def test_read_prompts_chat_template_renders_strings_and_messages(tmp_path, token
     [
         ({"question": "a", "id": 1}, "no field 'prompt'.*: question, id"),
         ({"prompt": 3}, "is not a prompt. Write a string or a list of messages"),
-        ({"prompt": [{"role": "user"}]}, "is not a prompt. Write a string or a list of messages"),
+        (
+            {"prompt": [{"role": "user"}]},
+            "message 1, of the user, has neither content nor tool_calls. Write a string or a list of messages",
+        ),
         ({"prompt": [{"role": "tool", "content": ""}]}, "unknown role tool"),
         ({"prompt": ""}, "no tokens"),
         ({"prompt": "abcdef"}, "6 tokens, data.max_prompt_tokens is 5. .*data.overlong_prompts=drop"),
@@ -142,6 +160,47 @@ def test_load_state_of_other_data_is_refused(tmp_path, tokenizer, count, seed, n
     state = numbered(tmp_path, 7, tokenizer, seed=3).state()
     with pytest.raises(UserError, match=named):
         numbered(tmp_path, count, tokenizer, seed=seed).load_state(state)
+
+
+def test_load_state_of_changed_records_is_refused(tmp_path, tokenizer):
+    records = [{"prompt": text, "answer": "a", "other": {"n": 1}} for text in "abc"]
+    state = prompt_set(data_file(tmp_path, *records), tokenizer, max_prompt_tokens=9).state()
+    path = write_parquet(tmp_path / "data.parquet", records)
+    prompt_set(path, tokenizer, max_prompt_tokens=9).load_state(state)  # the same records in another file
+    for change in ({"prompt": "d"}, {"answer": "b"}, {"other": {"n": 2}}):
+        changed = prompt_set(data_file(tmp_path, records[0] | change, *records[1:]), tokenizer, max_prompt_tokens=9)
+        with pytest.raises(UserError, match=r"records of data\.train are others .* Restore the data files"):
+            changed.load_state(state)
+        changed.load_state({name: value for name, value in state.items() if name != "records"})  # of earlier versions
+
+
+OPENINGS = {"qwen3": "", "qwen3_5_think": "<think>\n", "qwen3_5_nothink": "<think>\n\n</think>\n\n", "llama3": ""}
+OPENINGS |= {"deepseek_r1_distill": "<think>\n", "nemotron_3_nano": "<think>\n", "glm4moe": "", "gptoss": ""}
+
+
+@pytest.mark.parametrize("name", OPENINGS)
+def test_reply_opening_of_templates_of_models_is_what_follows_the_header(name):
+    template = Path(sys.prefix) / "peers" / "trl" / "chat_templates" / f"{name}.jinja"
+    if not template.exists():
+        pytest.skip("TRL, which has the templates of models, is installed by tools/install/peers.sh")
+    tokenizer = character_tokenizer(string.printable, chat_template=template.read_text())
+    tokenizer.bos_token = "<unk>"
+    assert reply_opening(tokenizer) == OPENINGS[name]
+
+
+def test_sample_texts_are_what_the_policy_wrote_with_the_opening_of_the_template(tmp_path):
+    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    tokenizer = character_tokenizer("ab!?", words=["<think>", "</think>"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    tokenizer.chat_template = template + "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+    records = [{"prompt": [{"role": "user", "content": "a?"}]}, {"prompt": "a?<think>"}]
+    prompts = prompt_set(data_file(tmp_path, *records), tokenizer, max_prompt_tokens=9)
+    texts = SampleTexts(PromptFeed(prompts), tokenizer, (tokenizer.eos_token_id,))
+    tokens = tokenizer("b</think>!<eos>", add_special_tokens=False)["input_ids"]
+    opened, plain = (texts.of_tokens(prompt, tokens, False) for prompt in prompts)
+    assert (opened.prompt, opened.response) == ("<user>a?<assistant>", "<think>b</think>!")
+    assert (plain.prompt, plain.response, plain.num_tokens) == ("a?<think>", "b</think>!", 4)
+    assert texts.of_tokens(prompts[1], tokens[:-1], True).response == "b</think>!"
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K}")

@@ -193,6 +193,30 @@ def test_demonstrations_batch_of_turns_has_each_row_once(tmp_path):
         demonstrations_batch(prompts, tokenizer, 20, 5)
 
 
+@pytest.mark.parametrize(
+    ("reply", "reason"),
+    [
+        ({"content": None}, "message 2, of the assistant, has neither content nor tool_calls"),
+        ({"content": None, "tool_calls": None}, "message 2, of the assistant, has neither content nor tool_calls"),
+        ({"content": None, "tool_calls": []}, "message 2 is empty, so an empty reply would be learned"),
+        ({"content": ""}, "message 2 is empty, so an empty reply would be learned"),
+        ({"content": 5}, "the content of a message is a int. Write a text"),
+    ],
+)
+def test_read_prompts_replies_without_content_are_refused(tmp_path, reply, reason):
+    messages = [says("user", "a"), {"role": "assistant"} | reply]
+    file = write_lines(tmp_path / "train.jsonl", [{"messages": messages}])
+    with pytest.raises(UserError, match=rf"train\.jsonl:1: {reason}"):
+        read_prompts(DataConfig(train=file, loss_on="all"), "train", tokenizer_of(MARKED))
+
+
+def test_trained_rows_calls_without_content_are_learned():
+    template = MARKED.replace("message['content'] + eos_token", "(message['tool_calls'] | tojson) + eos_token")
+    calls = [{"function": {"name": "f", "arguments": {}}}]
+    ((_, turns),) = learned([says("user", "a"), says("assistant", None, tool_calls=calls)], tokenizer_of(template))
+    assert turns == ['[{"function": {"name": "f", "arguments": {}}}]<eos>']
+
+
 def test_read_prompts_overlong_conversations_follow_the_key(tmp_path):
     tokenizer = tokenizer_of(MARKED)
     file = write_lines(tmp_path / "train.jsonl", ({"messages": chat} for chat in (talk(), talk()[:3])))

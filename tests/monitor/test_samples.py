@@ -20,6 +20,7 @@ from verl_mg.monitor.run_logger import sample_table
 from verl_mg.monitor.sample_reader import SampleReader
 from verl_mg.monitor.sample_schema import FileMetadata, fingerprint
 from verl_mg.monitor.sample_writer import ROWS_PER_TABLE, SampleWriter, other_columns
+from verl_mg.roles.reward import SampleTexts
 from verl_mg.rows.samples import GeneratedRows, RolloutRecord
 
 SCHEMA = {
@@ -142,7 +143,8 @@ def with_tools(inputs: Path, folder: Path) -> None:
     batch.put("scores", torch.randn(count, 2), ColumnKind.SEQUENCE)
     small, large = Image(b"s"), Image(b"l" * 100)
     batch.images = [(small, large) if i % 5 == 0 else (large,) if i % 2 else () for i in range(count)]
-    writer = SampleWriter(folder / "samples", 0, FileMetadata("own", "m", 1), PromptFeed(prompts), tokenizer)
+    texts = SampleTexts(PromptFeed(prompts), tokenizer, ())
+    writer = SampleWriter(folder / "samples", 0, FileMetadata("own", "m", 1), texts)
     writer.write(1, [RolloutRecord.of(GeneratedRows(rows)) for rows in (batch, batch.select([]))], [])
     back, empty = (rows.batch for rows in SampleReader(folder).batches(1))
     assert back.names() == batch.names() == empty.names() and len(empty) == 0
@@ -227,7 +229,8 @@ def test_sample_table_shows_samples_equally_far_apart(tmp_path):
     batch["truncated"] = torch.zeros(count, dtype=torch.bool)
     batch["reward"] = torch.arange(count) / 4
     batch["reward.form"] = torch.where(torch.arange(count) % 4 == 0, math.nan, 0.5)
-    table = sample_table([batch], 4, 7, prompts, tokenizer)
+    texts = SampleTexts(prompts, tokenizer, ())
+    table = sample_table([batch], 4, 7, texts)
     assert table.columns == ("iteration", "prompt", "response", "answer", "reward", "form")
     assert table.rows == [
         [7.0, "0+0=", "0", "0", 0.0, None],
@@ -235,6 +238,6 @@ def test_sample_table_shows_samples_equally_far_apart(tmp_path):
         [7.0, "0+2=", "4", "2", 1.0, None],
         [7.0, "0+3=", "6", "3", 1.5, 0.5],
     ]
-    whole = sample_table([batch], 100, 7, prompts, tokenizer)
+    whole = sample_table([batch], 100, 7, texts)
     assert whole is not None and [row[2] for row in whole.rows] == [str(i) for i in range(count)]
-    assert sample_table([batch.select([])], 4, 7, prompts, tokenizer) is None
+    assert sample_table([batch.select([])], 4, 7, texts) is None

@@ -43,6 +43,8 @@ WRITTEN = {
     "": None,
     "<think>The answer is A</think>The answer is D": "D",
     "<think>The answer is A</think>I do not know.": None,
+    "<think>The answer is A, or": None,
+    "[THINK]The answer is A[/THINK]The answer is D": "D",
 }
 
 
@@ -114,7 +116,15 @@ def gsm8k_score(response: str, answer: str | None = "so\n#### 1,234", **options:
 
 @pytest.mark.parametrize(
     ("response", "answer"),
-    [("#### 1234", "1234"), ("#### 7\n#### $1,234.00.", "1234"), ("####1,234 dollars", "1234"), ("#### - 5", "-5")],
+    [
+        ("#### 1234", "1234"),
+        ("#### 7\n#### $1,234.00.", "1234"),
+        ("####1,234 dollars", "1234"),
+        ("#### - 5", "-5"),
+        ("#### 1234\n\n#### 2. Check\nIt is.", "1234"),
+        ("#### 1) Add\n#### 1234. That is all", "1234"),
+        ("<think>#### 7</think>#### 1234", "1234"),
+    ],
 )
 def test_gsm8k_score_strict_reads_the_number_after_the_last_mark(response, answer):
     right = float(answer == "1234")
@@ -157,9 +167,18 @@ def test_gsm8k_score_of_real_answers_is_1(gsm8k):
         assert gsm8k_score(answer + "1", answer).value == 0.0
 
 
+def test_gsm8k_score_long_numbers_are_equal_in_every_digit():
+    digits = "1" * 40
+    assert gsm8k_score(f"#### {digits}", digits).value == 1.0
+    assert gsm8k_score(f"#### {digits[:-1]}2", digits).value == 0.0
+    assert gsm8k_score("#### -0.0", "0").value == 1.0
+
+
 @pytest.mark.parametrize(
     ("response", "value"),
     [
+        ("<think>a</think><think>b</think><answer>c</answer></answer>", 1.0),
+        ("<think>a</think><answer>b</answer>c", 0.0),
         ("<think>a\nb</think>\n<answer>4</answer>\n", 1.0),
         ("<think>a</think> and <answer>4</answer>", 0.0),
         ("<answer>4</answer>", 0.0),
@@ -175,3 +194,8 @@ def test_regex_format_options_set_pattern_and_rewards():
     assert [reward(Sample("p", text, None, {}, "stop")).value for text in ("abc", "abc1")] == [0.5, -0.5]
     with pytest.raises(UserError, match=r"pattern: '\(' is not a regular expression"):
         load_reward("verl_mg.rewards.regex_format:RegexFormat", {"pattern": "("})
+
+
+def test_regex_format_pattern_without_end_misses():
+    reward = load_reward("verl_mg.rewards.regex_format:RegexFormat", {"pattern": "(a|aa)+b", "miss": -1.0})
+    assert reward(Sample("p", "a" * 60, None, {}, "stop")).value == -1.0

@@ -1,11 +1,13 @@
 """Classifier compared with direct calls of a tiny model, one text at a time and without padding."""
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, processors
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, PreTrainedConfig, Qwen2Config
 
 from verl_mg.errors import UserError
@@ -94,6 +96,21 @@ def test_classifier_conversation_uses_the_chat_template(models):
     expected = direct(models["qwen2"], "<user>why?<assistant>because.<eos>", special=False)
     reward = Classifier(models["qwen2"], device="cpu").score_many([sample])[0]
     assert reward.value == pytest.approx(expected.item(), abs=2e-5)
+
+
+@pytest.mark.parametrize("single", ["<pad> $A", "$A <eos>", "<pad> $A <eos>"])
+def test_classifier_text_has_special_tokens_of_the_tokenizer_once(models, tmp_path, single):
+    folder = shutil.copytree(models["qwen2"], tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special = [(name, tokenizer.token_to_id(name)) for name in ("<pad>", "<eos>")]
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    classifier = Classifier(folder, device="cpu")
+    front, _, end = single.replace(" ", "").partition("$A")
+    wanted = direct(models["qwen2"], f"{front}why? so.{end}", special=False).item()
+    for prompt in ("why? ", f"{front}why? "):  # a prompt that the policy's template has begun
+        reward = classifier.score_many([Sample(prompt, "so.", None, {}, "stop")])[0]
+        assert reward.value == pytest.approx(wanted, abs=2e-5)
 
 
 def test_classifier_long_text_is_cut_at_its_beginning(models):

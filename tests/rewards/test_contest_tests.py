@@ -12,6 +12,7 @@ import pytest
 from verl_mg.errors import UserError
 from verl_mg.rewards import Sample
 from verl_mg.rewards.code import contest_tests, pickled_text, read_tests, score
+from verl_mg.rewards.contest_names import names_without_definition
 
 DOUBLE = "```python\nprint(2 * int(input()))\n```"
 
@@ -35,7 +36,7 @@ def test_private_tests_are_read_from_every_protocol(protocol):
         "public_test_cases": json.dumps([case("1", "2")]),
         "private_test_cases": compressed([case("3 π", "6")], protocol),
     }
-    assert contest_tests(record) == [{"input": "1", "output": "2"}, {"input": "3 π", "output": "6"}]
+    assert contest_tests(record) == {"inputs": ["1", "3 π"], "outputs": ["2", "6"]}
 
 
 def test_pickles_of_anything_else_are_refused_and_not_executed(tmp_path):
@@ -88,3 +89,37 @@ def test_codeforces_outputs_are_compared_by_the_checker_of_the_problem(sandbox):
     assert passed(other, record | {"generated_checker": checker}) == 1.0
     assert passed("```python\nprint(1, 1)\n```", record | {"generated_checker": checker}) == 0.0
     assert passed(other, record | {"generated_checker": "raise ValueError"}) == 0.0
+
+
+USES = """
+from __future__ import annotations
+@cache
+def fib(n: Optional[int]) -> List[int]:
+    return [] if n is None else [inf, gcd(n, 6), Counter("aab")["a"], bisect_left([1, 3], 2), heapq.nlargest(1, [n])[0]]
+class Solution:
+    def uses(self, n: int) -> List[int]:
+        values = deque(accumulate(fib(n)[1:])) if pow(2, 3, 5) == 3 else sys.maxsize
+        more = [math.floor(sqrt(n)), collections.defaultdict(int)[0], time.time() > 0, datetime.date.max.day]
+        return list(values) + more
+"""
+EXPECTED = [3, 5, 6, 15, 3, 0, True, 31]
+
+
+def test_names_of_contests_are_defined_for_functions_and_programs(sandbox):
+    functional = {
+        "public_test_cases": json.dumps([case("9", json.dumps(EXPECTED), "functional")]),
+        "metadata": json.dumps({"func_name": "uses"}),
+    }
+    assert passed(f"```python\n{USES}\n```", functional) == 1.0
+    program = USES + "\nif __name__ == '__main__':\n    print(*Solution().uses(int(stdin.readline())))"
+    stdin = {"public_test_cases": json.dumps([case("9\n", " ".join(map(str, EXPECTED)))])}
+    assert passed(f"```python\n{program}\n```", stdin) == 1.0
+    # Records that bring their own imports, and programs of Codeforces, run as they are.
+    assert passed("```python\ndef f(x: List[int]): return 1\n```", {"test_list": ["assert f(1) == 1"]}) == 0.0
+    assert passed("```python\nprint(gcd(4, 6))\n```", {"tests": [{"input": "", "output": "2"}]}) == 0.0
+
+
+def test_names_without_definition_are_those_that_a_program_does_not_define():
+    source = "import os.path as p, sys\ndef f(a, *b): return a + c\nfor d in [e for e in b]: print(d, p, sys)\n"
+    assert names_without_definition(source) == {"c"}
+    assert names_without_definition("class A(B): x: C = [y := 1, y]") == {"B", "C"}

@@ -141,6 +141,12 @@ def spoils(data_source, solution_str, ground_truth, extra_info):
     return len(ground_truth["target"]) + len(extra_info["seen"])
 def truth(data_source, solution_str, ground_truth, extra_info): return {"score": 1.0, "pred": repr(ground_truth)}
 def short(data_sources, solution_strs, ground_truths, extra_infos): return [1.0] * (len(solution_strs) - 1)
+import numpy, torch
+def numpys(data_sources, solution_strs, ground_truths, extra_infos): return numpy.array(list(map(len, solution_strs)))
+def torches(data_sources, solution_strs, ground_truths, extra_infos): return torch.tensor([3.0] * len(solution_strs))
+def columns(data_sources, solution_strs, ground_truths, extra_infos): return numpy.ones((1, len(solution_strs)))
+def shorts(data_sources, solution_strs, ground_truths, extra_infos): return numpy.ones(0)
+def items(data_sources, solution_strs, ground_truths, extra_infos): return (1.0 for _ in solution_strs)
 """
 
 
@@ -159,6 +165,8 @@ def file(tmp_path) -> Path:
         ("decorated", {"scale": 2}, Reward(2.0, {"acc": 1.0}, "2")),
         ("anything", {"a": 1}, Reward(5.0)),
         ("batch", {"bonus": 1}, Reward(4.0, {"part": 1.0})),
+        ("numpys", {}, Reward(3.0)),
+        ("torches", {}, Reward(3.0)),
     ],
 )
 def test_function_for_verl_scores_a_sample(file, function, options, reward):
@@ -223,6 +231,9 @@ def test_function_of_batches_scores_what_waits(slime_file, file, function):
         ("verl:without_score", {}, r"a mapping without 'score' \(acc\). Return a number, or a mapping with 'score'"),
         ("verl:nothing", {}, "returned None. Return a finite number"),
         ("verl:short", {}, "returned 0 results for 1 samples"),
+        ("verl:shorts", {}, "returned 0 results for 1 samples"),
+        ("verl:columns", {}, r"returned a ndarray of shape \(1, 1\) for 1 samples. Return a list or a flat array"),
+        ("verl:items", {}, "returned a generator, .* for 1 samples"),
         ("verl:other", {}, "no function 'other'"),
     ],
 )

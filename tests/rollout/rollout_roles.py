@@ -16,7 +16,7 @@ from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.rewards import AsyncScorer, load_reward
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
-from verl_mg.roles.reward import RewardRole
+from verl_mg.roles.reward import RewardRole, SampleTexts
 from verl_mg.rollout.engine_group import HFEngineGroup
 from verl_mg.rollout.rollout import RolloutSetup
 from verl_mg.rollout.sync_rollout import SyncRollout
@@ -56,8 +56,9 @@ def make_roles(
     feed, records = PromptFeed(PromptSet(make_prompts(model))), []
     role = None
     if reward:
-        scorer = AsyncScorer({"": load_reward(reward)})
-        role = RewardRole(scorer, feed, AutoTokenizer.from_pretrained(model), context, records)
+        scorer, tokenizer = AsyncScorer({"": load_reward(reward)}), AutoTokenizer.from_pretrained(model)
+        texts = SampleTexts(feed, tokenizer, (tokenizer.eos_token_id,))
+        role = RewardRole(scorer, texts, context, records)
     engine = HFEngine(model, "cpu", torch.float32, max_running_requests=max_running_requests, load_weights=False)
     sampling = Sampling(max_new_tokens=9, temperature=0.9, stop_token_ids=(1,))
     setup = RolloutSetup(sampling=sampling, seed=5, context=context, prompts=feed, records=records, reward=role)

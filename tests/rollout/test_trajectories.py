@@ -19,7 +19,7 @@ from verl_mg.engines.engine import Request, RolloutEngine, Sample
 from verl_mg.engines.trajectory import MAX_SEGMENTS
 from verl_mg.rewards import AsyncScorer, Reward, load_reward
 from verl_mg.roles.context import JobContext
-from verl_mg.roles.reward import RewardRole
+from verl_mg.roles.reward import RewardRole, SampleTexts
 from verl_mg.rollout.engine_group import EngineGroup
 from verl_mg.rollout.rollout import LocalRolloutState, RolloutSetup
 from verl_mg.rollout.sync_rollout import SyncRollout
@@ -83,10 +83,11 @@ def make_rollout(
     tokenizer = AutoTokenizer.from_pretrained(model)
     feed = PromptFeed(PromptSet([Prompt(i, (2,) * (1 + i), f"p{i}", "", {}) for i in range(PROMPTS)]))
     scorer, records = AsyncScorer({"": load_reward(score)}), []
+    texts = SampleTexts(feed, tokenizer, ())
     if by_model:
-        role = RewardRole(None, feed, tokenizer, context, records, LengthModel(), has_agents=True)
+        role = RewardRole(None, texts, context, records, LengthModel(), has_agents=True)
     else:
-        role = RewardRole(scorer, feed, tokenizer, context, records, has_agents=True)
+        role = RewardRole(scorer, texts, context, records, has_agents=True)
     engine = SplittingEngine(InstantEngine(), tokenizer.decode, reward=reward_of)
     sampling = Sampling(max_new_tokens=9)
     setup = RolloutSetup(sampling=sampling, seed=5, context=context, prompts=feed, records=records, reward=role)

@@ -33,8 +33,19 @@ from verl_mg.models.hf_config import INDEX, SINGLE, weight_map
 from verl_mg.models.tensor_tree import StackedTensor
 from verl_mg.sharding.boxes import BlockSize, Box, Shard, full_box
 
+ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # files of PEFT
 PACKED = DTYPE_NAMES[torch.uint8]  # name of the dtype of MXFP4 tensors in safetensors files
 _FLOATS = tuple(DTYPE_NAMES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
+
+
+def _without_weights(folder: Path) -> str:
+    """Returns what a directory without the files of a model has instead, and the remedy."""
+    names = sorted(file.name for file in folder.glob("*.safetensors"))
+    if ADAPTER in names:
+        return f"{folder}: contains {ADAPTER}, but not the model that it adapts. Set lora.path to it, or merge both."
+    if names:
+        return f"{folder}: contains {names[0]}, but no {INDEX} names it. Download the index, or name the file {SINGLE}."
+    return f"{folder}: no {SINGLE} and no {INDEX}. Convert the weights to safetensors files."
 
 
 @dataclass(eq=False)
@@ -51,12 +62,17 @@ class ModelDirectory:
     def find(cls, folder: str | Path, stacked: Mapping[str, StackedTensor] | None = None) -> ModelDirectory:
         """Reads the index of a directory, or the header of its only file; UserError where it has neither."""
         folder = Path(folder)
+        if (folder / ADAPTER_CONFIG).exists() and ((folder / INDEX).exists() or (folder / SINGLE).exists()):
+            raise UserError(
+                f"{folder / ADAPTER_CONFIG}: adapters of another model, which transformers loads instead of this one. "
+                "Move both files of the adapters to a separate folder, and set lora.path to it."
+            )
         files = weight_map(folder)
         directory = cls(folder, files or {}, declared_block(folder), stacked or {})
         if files is not None:
             return directory
         if not (folder / SINGLE).exists():
-            raise UserError(f"{folder}: no {SINGLE} and no {INDEX}. Convert the weights to safetensors files.")
+            raise UserError(_without_weights(folder))
         header = directory.open(SINGLE).tensors
         directory.file_of, directory._headers[SINGLE] = dict.fromkeys(header, SINGLE), header
         return directory

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from weakref import ReferenceType, ref
 
-from verl_mg.data.records import Record
+from verl_mg.data.file_formats import Record
 from verl_mg.errors import UserError
 from verl_mg.images import Image
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl_mg.data.file_formats import Record
 from verl_mg.data.images import ImageSource
-from verl_mg.data.records import Record
 from verl_mg.data.rendering import RenderedPrompt, render, tokenize
 from verl_mg.data.trained_turns import TrainedRow
 from verl_mg.errors import UserError
@@ -53,6 +53,8 @@ class Prompt:
     """Key of the section with the source's reward, such as data.test.aime.reward; "" for the job's reward."""
     turns: Sequence[TrainedRow] = ()
     """Rows that train chosen turns of the conversation; none where the answer is trained."""
+    opening: str = ""
+    """End of the text that is the beginning of the reply, which the chat template writes, such as "<think>\\n"."""
 
     def load_images(self) -> RowImages:
         """Returns the images of the prompt; UserError where one of them cannot be read or decoded."""
@@ -71,13 +73,18 @@ class PromptSet:
     position are the whole state.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int = 0, dropped: int = 0, source: str = "") -> None:
-        """Starts at the first epoch of at least one prompt, in file order; `dropped` were left out for their length."""
+    def __init__(
+        self, prompts: Sequence[Prompt], *, seed: int = 0, dropped: int = 0, source: str = "", records: str = ""
+    ) -> None:
+        """Starts at the first epoch of at least one prompt, in file order; `dropped` were left out for their length.
+
+        `records` is a digest of all records, dropped ones included, by which changed data are noticed on resume.
+        """
         self.dropped = dropped
         self._prompts = list(prompts)
         # Ids, not positions: dropped prompts leave gaps, and ids are the same whatever the limit of length.
         self._by_id = {prompt.id: prompt for prompt in self._prompts}
-        self._seed, self._source = seed, source
+        self._seed, self._source, self._records = seed, source, records
         self._epoch, self._position = 0, 0
         self._order = self._permutation(0)
 
@@ -113,11 +120,17 @@ class PromptSet:
 
     def state(self) -> dict[str, Any]:
         """Returns epoch and position as JSON, for `load_state` on a set of the same file and seed."""
-        return {"epoch": self._epoch, "position": self._position, **self._identity()}
+        return {"epoch": self._epoch, "position": self._position, "records": self._records, **self._identity()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Resumes from a `state()`; UserError for one of other data or another seed, and so another order."""
         check_state(state, self._identity())
+        if state.get("records", self._records) != self._records:  # earlier versions wrote none
+            name = f"data.train.{self._source}" if self._source else "data.train"
+            raise UserError(
+                f"checkpoint: the records of {name} are others than when it was written, although as many. Restore "
+                "the data files of the first run, or start a new run."
+            )
         epoch, position = state.get("epoch"), state.get("position")
         if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0 and 0 <= position <= len(self)):
             raise UserError(

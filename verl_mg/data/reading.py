@@ -5,18 +5,19 @@ The fields of a record that are its prompt and its answer are found in the layou
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mg.config import DataConfig, SourceConfig
+from verl_mg.data.file_formats import Record
 from verl_mg.data.images import ImageLimits, ImageSource, images_of
 from verl_mg.data.prompt_feed import Curriculum, Prompts
 from verl_mg.data.prompts import Mixture, Prompt, PromptSet
-from verl_mg.data.records import Record, located_records, prepared
+from verl_mg.data.records import located_records, prepared
 from verl_mg.data.rendering import (
     RenderedPrompt,
     check_same_context,
@@ -26,7 +27,9 @@ from verl_mg.data.rendering import (
     is_conversation,
     render,
     render_with_images,
+    reply_opening,
     tokenize,
+    unwritten_tokens,
 )
 from verl_mg.data.trained_turns import TrainedRow, tools_of, trained_rows
 from verl_mg.errors import UserError
@@ -45,6 +48,7 @@ MESSAGES = "messages"  # field of a conversation that ends with its answer, the 
 GROUND_TRUTH = "reward_model.ground_truth"  # field of the answer in Parquet files for verl
 LABEL = "label"  # field of the answer in JSONL files for slime
 IMAGES = "images"  # field of verl's and TRL's records with the images that its prompt refers to
+EXACT = 2.0**53  # floats below it, of a whole value, are exact
 MEDIA = (IMAGES, "videos", "audios")  # fields of verl's records to which prompts refer by `<image>` and the like
 
 
@@ -160,7 +164,9 @@ class _RecordFields:
             value = content_of(value[-1], place) if value[-1]["role"] == "assistant" else None
         if value is None or isinstance(value, str):
             return value
-        if isinstance(value, int | float | Decimal):  # Decimal: of Parquet files
+        if isinstance(value, float) and value.is_integer() and abs(value) < EXACT:
+            return str(int(value))  # tables turn integers into 5.0 where one of them is missing
+        if isinstance(value, int | float):
             return str(value)
         # Answers are texts: what verl's or slime's records give as a list or mapping is written as JSON.
         if self.answer in (GROUND_TRUTH, LABEL) and isinstance(value, list | dict):
@@ -185,6 +191,14 @@ def _field_names(record: Record) -> list[str]:
     """Returns the names of a record's fields and of the fields inside them."""
     inside = {field: value if isinstance(value, dict) else () for field, value in record.items()}
     return [name for field, names in inside.items() for name in (field, *(f"{field}.{inner}" for inner in names))]
+
+
+def _digest(records: Iterable[Record]) -> str:
+    """Returns a digest of the contents of records, which file they are from does not matter."""
+    digest = hashlib.blake2b(digest_size=16)
+    for record in records:
+        digest.update(repr(record).encode("utf-8", "surrogatepass"))
+    return digest.hexdigest()
 
 
 def _is_in(records: Sequence[Record], name: str) -> bool:
@@ -226,6 +240,9 @@ class _Reader:
         ]
         texts = self._texts(data, fields, located, images)
         rows = tokenize(texts, self.tokenizer)
+        if self.report and (line := unwritten_tokens(texts, rows, self.tokenizer)):
+            self.report(f"{source.path}: {line}")
+        opening = reply_opening(self.tokenizer)
         turns: list[Sequence[TrainedRow]] = [() for _ in located]
         if loss_on != "answer":
             turns = [
@@ -255,7 +272,20 @@ class _Reader:
         reward = reward_key(self.which, name) if source.reward else ""
         columns = zip(lengths, rows, texts, answers, images, turns, located, strict=True)
         prompts = [
-            Prompt(i, tuple(row), text.text, answer, record, name, place, text.messages, of_prompt, reward, of_row)
+            Prompt(
+                i,
+                tuple(row),
+                text.text,
+                answer,
+                record,
+                name,
+                place,
+                text.messages,
+                of_prompt,
+                reward,
+                of_row,
+                opening if text.templated and text.text.endswith(opening) else "",
+            )
             for i, (length, row, text, answer, of_prompt, of_row, (place, record)) in enumerate(columns, start=first_id)
             if length <= limit
         ]
@@ -264,7 +294,8 @@ class _Reader:
                 f"{source.path}: all {len(located)} prompts are longer than {limit} tokens; the shortest has "
                 f"{min(lengths)}. Raise data.max_prompt_tokens to that or more."
             )
-        return PromptSet(prompts, seed=self.seed, dropped=len(located) - len(prompts), source=name)
+        dropped, digest = len(located) - len(prompts), _digest(record for _, record in located)
+        return PromptSet(prompts, seed=self.seed, dropped=dropped, source=name, records=digest)
 
     def _fields(self, data: DataConfig, loss_on: str, path: Path, located: Sequence[Located]) -> _RecordFields:
         ended = data.prompt_field if loss_on != "answer" else None  # the prompt is what is before the last turn

@@ -6,22 +6,20 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from verl_mg.data.file_formats import FILE_KINDS, Record, records_of
 from verl_mg.data.hub_files import hub_data_files
 from verl_mg.errors import UserError
 from verl_mg.hub import HubName
 from verl_mg.import_function import load_function
 
-Record = dict[str, Any]
 HARBOR = "harbor:"  # beginning of a path that means task folders of Harbor
-FILE_KINDS = (".jsonl", ".json", ".parquet", ".arrow")
 SHARD_KINDS = (".jsonl", ".parquet")
 REASONING_GYM = "reasoning_gym:"  # beginning of a path of `data` that means generated prompts
 # Tasks of reasoning-gym 0.1.25 that generate other entries for the same seed if PYTHONHASHSEED differs; of its 105
@@ -32,9 +30,9 @@ HASH_DEPENDENT = ("isomorphic_strings", "knight_swap", "polynomial_multiplicatio
 def read_records(path: str | Path) -> list[Record]:
     """Returns the records of a path, in the order of files and lines. Errors name the file and line.
 
-    It is a `.jsonl` or `.json` file (one JSON object per line; blank lines are skipped), `.parquet`, `.arrow` (a
-    stream), a folder or pattern as in `data_files`, the name of a data set on a hub, `reasoning_gym:NAME` or
-    `harbor:FOLDER`.
+    It is a `.jsonl` or `.json` file (one JSON object per line; blank lines are skipped; `.json` also a list of
+    objects), `.parquet`, `.arrow`, a folder or pattern as in `data_files`, the name of a data set on a hub,
+    `reasoning_gym:NAME` or `harbor:FOLDER`. Records of files have no fields that are null, see `file_formats`.
     """
     return [record for _, record in located_records(path)]
 
@@ -54,9 +52,8 @@ def located_records(path: str | Path) -> list[tuple[str, Record]]:
 
 def stored_records(path: str | Path) -> Iterator[tuple[str, Record]]:
     """Yields the records of the files of `path` and their places, without keeping them."""
-    readers = {".jsonl": _json_lines, ".json": _json_lines, ".parquet": _parquet_rows, ".arrow": _arrow_rows}
     for file in data_files(Path(path)):
-        for line, record in readers[file.suffix](file):
+        for line, record in records_of(file):
             yield f"{file}:{line}", record
 
 
@@ -85,63 +82,6 @@ def prepared(located: Sequence[tuple[str, Record]], name: str) -> list[tuple[str
     if not records:
         raise UserError(f"{located[0][0]}: data.prepare={name} left out this record and all others. Return some.")
     return records
-
-
-def _json_lines(path: Path) -> Iterator[tuple[int, Record]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield number, _json_object(line, f"{path}:{number}")
-
-
-def _json_object(line: bytes, place: str) -> Record:
-    try:
-        record = json.loads(line.decode("utf-8-sig"))  # -sig: a file may begin with a byte order mark
-        if b"\\ud" in line.lower():  # an escape may be half a character, which tokenizers reject
-            json.dumps(record, ensure_ascii=False).encode()
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
-        raise UserError(f"{place}: not UTF-8 text ({error.reason}). Save the file as UTF-8.") from error
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{place}: not JSON ({error.msg} at column {error.colno}). "
-            'Write one object per line, like {"prompt": "..."}.'
-        ) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or as many brackets
-        raise UserError(f"{place}: not readable ({error}). Write long numbers as strings, and nest less.") from error
-    if not isinstance(record, dict):
-        raise UserError(
-            f"{place}: a JSON {type(record).__name__}, not an object. "
-            'Write one object per line, like {"prompt": "..."}.'
-        )
-    return record
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Record]]:
-    from pyarrow import parquet
-
-    with _readable(path, "Parquet file", "Write it again."), parquet.ParquetFile(path) as file:
-        yield from _numbered(file.iter_batches())
-
-
-def _arrow_rows(path: Path) -> Iterator[tuple[int, Record]]:
-    from pyarrow import ipc, memory_map
-
-    with _readable(path, "Arrow stream", "Save the dataset again."), memory_map(str(path)) as file:
-        yield from _numbered(ipc.open_stream(file))
-
-
-@contextmanager
-def _readable(path: Path, kind: str, remedy: str) -> Iterator[None]:
-    from pyarrow import ArrowException
-
-    try:
-        yield
-    except (ArrowException, OSError, ValueError, OverflowError) as error:  # the last two of texts and dates
-        raise UserError(f"{path}: not a readable {kind} ({str(error).splitlines()[0]}). {remedy}") from error
-
-
-def _numbered(batches: Iterable[Any]) -> Iterator[tuple[int, Record]]:
-    yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
 
 
 def data_files(path: Path) -> list[Path]:
@@ -175,7 +115,7 @@ def _check_kind(path: Path) -> None:
     if path.suffix not in FILE_KINDS:
         raise UserError(
             f"{path}: not a data file: its name ends in '{path.suffix}'. "
-            "Give a .jsonl, .json (one object per line), .parquet or .arrow file, or a folder of such files."
+            "Give a .jsonl, .json (one object per line, or a list), .parquet or .arrow file, or a folder of such files."
         )
 
 

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from verl_mg.data.file_formats import Record, plain
 from verl_mg.data.images import MARKER, ImageSource, check_markers
-from verl_mg.data.records import Record
 from verl_mg.errors import UserError
+from verl_mg.models.special_tokens import AddedTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,15 +79,15 @@ def render(
                 "data.chat_template=true, or leave the system prompt out."
             )
         return RenderedPrompt(value + instruction, False, messages)
-    plain = plain_conversation(messages, place, system_prompt)
-    return RenderedPrompt(render_conversation(plain, tokenizer, place, tools), True, plain)
+    messages = plain_conversation(messages, place, system_prompt)
+    return RenderedPrompt(render_conversation(messages, tokenizer, place, tools), True, messages)
 
 
 def plain_conversation(messages: Sequence[dict[str, Any]], place: str, system_prompt: str = "") -> list[dict[str, Any]]:
     """Returns messages as chat templates expect them: without fields that are null, and with contents as text."""
-    # Parquet gives every message, and every tool call, the fields of all others, as null where they do not exist.
-    plain = [_without_nulls(message) | {"content": content_of(message, place)} for message in messages]
-    return _with_system(plain, system_prompt)
+    # Of files they are plain already; data.prepare may return others.
+    texts = [plain(message) | {"content": content_of(message, place)} for message in messages]
+    return _with_system(texts, system_prompt)
 
 
 def render_conversation(
@@ -142,14 +144,14 @@ def render_with_images(
 ) -> RenderedPrompt:
     """Returns the text of a prompt with images, which the processor's chat template renders."""
     messages = _with_system(_as_conversation(value, instruction, place), system_prompt)
-    plain = [_without_nulls(message) | {"content": _parts_of(message, place)} for message in messages]
-    parts = [part for message in plain for part in message["content"] or ()]
+    messages = [plain(message) | {"content": _parts_of(message, place)} for message in messages]
+    parts = [part for message in messages for part in message["content"] or ()]
     check_markers(images, sum(part["type"] == "image" for part in parts), place)
     try:
-        text = processor.render(plain, tools)
+        text = processor.render(messages, tools)
     except Exception as error:  # a template is a program, which may raise anything
         raise _rejected(error, place) from error
-    return RenderedPrompt(text, True, plain, processor.expand(text, [image.size for image in images]))
+    return RenderedPrompt(text, True, messages, processor.expand(text, [image.size for image in images]))
 
 
 def has_image_parts(value: Any) -> bool:
@@ -161,18 +163,55 @@ def has_image_parts(value: Any) -> bool:
 
 def tokenize(rendered: Sequence[RenderedPrompt], tokenizer: "PreTrainedTokenizerBase") -> list[list[int]]:
     """Returns the token ids of each text, one ragged row per text."""
-    rows: list[list[int]] = [[] for _ in rendered]
-    # Two passes, because special tokens are an option of a whole call.
-    for templated in (False, True):
-        chosen = [i for i, item in enumerate(rendered) if item.templated is templated]
-        for start in range(0, len(chosen), ROWS):
-            part = chosen[start : start + ROWS]
-            # A template writes the special tokens itself; the tokenizer would add them a second time.
-            texts = [rendered[i].expanded or rendered[i].text for i in part]
-            ids = tokenizer(texts, add_special_tokens=not templated)["input_ids"]
-            for i, row in zip(part, ids, strict=True):
-                rows[i] = row
+    rows: list[list[int]] = []
+    for start in range(0, len(rendered), ROWS):
+        texts = [item.expanded or item.text for item in rendered[start : start + ROWS]]
+        # A template writes the special tokens itself, and so does who renders a text before: the tokenizer would add
+        # them a second time, or an end of the sequence after the prompt.
+        rows += tokenizer(texts, add_special_tokens=False)["input_ids"]
     return rows
+
+
+def unwritten_tokens(
+    rendered: Sequence[RenderedPrompt], rows: Sequence[Sequence[int]], tokenizer: "PreTrainedTokenizerBase"
+) -> str | None:
+    """Returns a line about the tokens that a tokenizer would add to the texts of rows; None where they have all."""
+    first = next((i for i, row in enumerate(rows) if row), None)
+    if first is None:
+        return None
+    added = AddedTokens.of(tokenizer, rendered[first].text)
+    missing = sum(tuple(row[: len(added.front)]) != added.front for row in rows)
+    front, end = (" ".join(tokenizer.convert_ids_to_tokens(list(ids))) for ids in added)
+    lines = [
+        f"{missing} of {len(rows)} prompts do not begin with {front}, which the tokenizer would add. Write it in the "
+        "chat template or the texts if the model expects it." * bool(missing),
+        f"the tokenizer would add {end} at the end of a prompt; it is left out." * bool(end),
+    ]
+    return " ".join(line for line in lines if line) or None
+
+
+def reply_opening(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Returns what a chat template writes of a reply itself, after the header of its message: "<think>\\n" or ""."""
+    question, answer = [{"role": "user", "content": "0"}], [{"role": "assistant", "content": "1"}]
+    try:
+        context = render_conversation(question, tokenizer, "", for_reply=False)
+        header = render_conversation(question, tokenizer, "").removeprefix(context)
+        turns = [*question, *answer]
+        wholes = [render_conversation(messages, tokenizer, "", (), False) for messages in (turns, turns + question)]
+    except UserError:  # no template, or one of other messages: then nothing is known
+        return ""
+    # The header is what finished replies begin with too: most templates write no thinking in earlier turns.
+    replies = [whole.removeprefix(context) for whole in wholes]
+    end = sum(1 for _ in takewhile(lambda characters: len(set(characters)) == 1, zip(header, *replies, strict=False)))
+    tag = header.rfind("<", 0, end)
+    if tag > header.rfind(">", 0, end):
+        end = tag  # "<think>" and "</think>" differ after their first character
+    # Of templates that write it in all, the header is that of a question with another role: <|im_start|>user\n
+    after_role = context.rpartition("0")[0].rpartition("user")[2]
+    role_end = header.find("assistant") + len("assistant")
+    if "assistant" in header and header.startswith(after_role, role_end):
+        end = min(end, role_end + len(after_role))
+    return header[end:] if header[end:].strip() else ""
 
 
 def is_conversation(value: Any) -> bool:
@@ -180,11 +219,21 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(_is_message, value))
 
 
+def fault_of(value: Any, what: str) -> str:
+    """Returns what is wrong with a value that is no conversation; `what` it should be."""
+    for number, message in enumerate(value if isinstance(value, list) else (), start=1):
+        if isinstance(message, dict) and "role" in message and not _is_message(message):
+            return f"message {number}, of the {message['role']}, has neither content nor tool_calls"
+    return f"{value!r:.60} is not {what}"
+
+
 def content_of(message: dict[str, Any], place: str) -> str | None:
     """Returns the text of a message, whose content is text or a list of parts as in OpenAI's API; None without text."""
     content = message.get("content")
-    if not isinstance(content, list):
+    if content is None or isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise UserError(f"{place}: the content of a message is a {type(content).__name__}. Write a text.")
     kinds = [part.get("type") if isinstance(part, dict) else type(part).__name__ for part in content]
     if others := [kind for kind in kinds if kind != "text"]:
         raise UserError(f"{place}: a message has a part of type {others[0]!r}. Write only parts of type 'text'.")
@@ -202,17 +251,11 @@ def _with_system(messages: list[dict[str, Any]], system_prompt: str) -> list[dic
     return [{"role": "system", "content": system_prompt}, *messages]
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
 def _as_conversation(value: Any, instruction: str, place: str) -> list[dict[str, Any]]:
     messages = [{"role": "user", "content": value + instruction}] if isinstance(value, str) else value
     if not is_conversation(messages):
         raise UserError(
-            f"{place}: {messages!r:.60} is not a prompt. Write a string or a list of messages "
+            f"{place}: {fault_of(messages, 'a prompt')}. Write a string or a list of messages "
             '[{"role": "user", "content": "..."}].'
         )
     return messages

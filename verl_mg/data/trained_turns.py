@@ -13,9 +13,10 @@ from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from verl_mg.data.file_formats import Record
 from verl_mg.data.images import ImageSource
-from verl_mg.data.records import Record
 from verl_mg.data.rendering import (
+    fault_of,
     has_image_parts,
     is_conversation,
     plain_conversation,
@@ -65,8 +66,8 @@ def trained_rows(
     """
     if not is_conversation(value):
         raise UserError(
-            f"{place}: {value!r:.60} is not a conversation, whose turns data.loss_on={loss_on} trains. Write a list of "
-            "messages, or set data.loss_on=answer."
+            f"{place}: {fault_of(value, 'a conversation')}, and data.loss_on={loss_on} trains the turns of one. Write "
+            "a list of messages with texts or calls, or set data.loss_on=answer."
         )
     if images or has_image_parts(value):
         raise UserError(
@@ -86,6 +87,11 @@ def trained_rows(
     for turn in chosen:
         # Not from one rendering of the whole: templates remove the thinking of earlier turns, which was generated.
         position = turn + added
+        if not any(value for name, value in messages[position].items() if name not in ("role", "name")):
+            raise UserError(
+                f"{place}: message {turn + 1} is empty, so an empty reply would be learned. Write its content or "
+                "tool_calls, or leave it out of the loss by weight: 0."
+            )
         context = render_conversation(messages[:position], tokenizer, place, tools)
         whole = render_conversation(messages[: position + 1], tokenizer, place, tools, for_reply=False)
         if not whole.startswith(context):

@@ -24,7 +24,10 @@ def demonstration(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", max_toke
     """
     if not prompt.answer:
         fields = ", ".join(sorted(prompt.record))
-        raise UserError(f"{prompt.where}: no answer to learn from. Set data.answer_field to one of: {fields}.")
+        raise UserError(
+            f"{prompt.where}: no answer to learn from. Set data.answer_field to one of: {fields}; a "
+            "message with only tool_calls is learned with data.loss_on=last."
+        )
     return _answered(prompt, prompt.answer, tokenizer, max_tokens), len(prompt.tokens)
 
 

@@ -47,7 +47,8 @@ class LLMJudge:
 
     The model is that of an SGLang server at `url`, or the Hugging Face directory `model`, for which this rank builds
     an engine. With both, the server generates, and the tokenizer of `model` applies the chat template; with only `url`
-    it receives plain text. A question that does not fit into the model's context with `max_new_tokens` gets no verdict.
+    it receives plain text. The tokenizer adds no special tokens to a question; `template` may contain them. A question
+    that does not fit into the model's context with `max_new_tokens` gets no verdict.
 
     `template` contains {response}, and optionally {prompt} and {answer}; the first group of `pattern` is the verdict, a
     number. The engine answers `batch_size` questions together; the others of a batch can decide a near tie between two
@@ -133,16 +134,21 @@ class LLMJudge:
 
     async def _post(self, service: JsonService, question: str) -> str:
         sampling = {"max_new_tokens": self._sampling.max_new_tokens, "temperature": self._sampling.temperature}
-        response = await service.post({"text": question, "sampling_params": sampling})
+        # Tokens where there is a tokenizer: the server would add special tokens, which a chat template has written.
+        body = {"text": question} if self._tokenizer is None else {"input_ids": self._tokens([question])[0]}
+        response = await service.post(body | {"sampling_params": sampling})
         if not isinstance(response, dict) or not isinstance(response.get("text"), str):
             raise UserError(
                 f"{service.url}: the response {response!r:.200} has no text. Give the URL of an SGLang server."
             )
         return str(response["text"])
 
+    def _tokens(self, questions: Sequence[str]) -> list[list[int]]:
+        rows: list[list[int]] = self._tokenizer(list(questions), add_special_tokens=False)["input_ids"]
+        return rows
+
     def _generate(self, questions: Sequence[str]) -> list[str]:
-        special = self._tokenizer.chat_template is None  # a template contains special tokens itself
-        rows = self._tokenizer(list(questions), add_special_tokens=special)["input_ids"]
+        rows = self._tokens(questions)
         limit = self._engine.module.config.get_text_config().max_position_embeddings - self._sampling.max_new_tokens
         # The same seed for all: a sample does not depend on the position of its question.
         requests = [Request(number, tuple(row), seed=0) for number, row in enumerate(rows) if 0 < len(row) <= limit]

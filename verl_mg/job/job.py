@@ -62,7 +62,7 @@ from verl_mg.phase_timer import PhaseTimer
 from verl_mg.rewards import load_rewards
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Critic, Policy, Reference, RewardModel, TrainableRewardModel, TrainableRole
-from verl_mg.roles.reward import RewardRole
+from verl_mg.roles.reward import RewardRole, SampleTexts
 from verl_mg.roles.role import Role
 from verl_mg.roles.teachers import Teachers
 from verl_mg.rollout.async_rollout import AsyncRollout
@@ -379,6 +379,9 @@ class RunningJob:
         else:
             assert self.test_prompts is not None
             self.prompts = PromptFeed(self.test_prompts)
+        # config.json and tokenizer may name different end tokens; a response ends at any of them.
+        stops = {*self._model.eos_token_ids, self.tokenizer.eos_token_id} - {None}
+        self.sample_texts = SampleTexts(self.prompts, self.tokenizer, tuple(sorted(stops)))
 
     def _build_models(self, models: ModelRoleBuilder) -> None:
         self.roles: Mapping[str, Role] = {name: models.build(name) for name in models.model_roles(self.requested)}
@@ -410,21 +413,19 @@ class RunningJob:
             for name, source in sources.items()
             if source.reward
         }
-        return RewardRole(scorer, self.prompts, self.tokenizer, self.context, records, model, has_agents, of_sources)
+        return RewardRole(scorer, self.sample_texts, self.context, records, model, has_agents, of_sources)
 
     def _build_rollout(self, records: list[RolloutRecord], learns: bool) -> Rollout:
         config, model = self.config.rollout, self._model
         self._check_lengths(() if self._evaluates_only else self.prompts, model.max_positions)
         self._check_lengths(self.test_prompts or (), model.max_positions)
-        # config.json and tokenizer may name different end tokens; a response ends at any of them.
-        stops = {*model.eos_token_ids, self.tokenizer.eos_token_id} - {None}
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
             min_p=config.min_p,
-            stop_token_ids=tuple(sorted(stops)),
+            stop_token_ids=self.sample_texts.stop_token_ids,
             stop=tuple(config.stop),
             # A context with a placeholder that has no image is invalid, so the policy must not draw one.
             excluded_token_ids=self.processor.placeholder_ids if self.processor else (),

@@ -377,14 +377,23 @@ def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:
-    """Returns {tensor: name of its file} of the index of a directory; None without an index."""
+    """Returns {tensor: name of its file} of the index of a directory; None without an index.
+
+    UserError where the directory has two models: transformers reads the single file, engines what the index names.
+    """
     index = folder / INDEX
     if not index.exists():
         return None
     try:
-        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        others = sorted(set(files.values()) - {SINGLE})
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{index}: not a safetensors index ({error}). Download the model again.") from None
+    if others and (folder / SINGLE).exists():
+        gone = not any((folder / name).exists() for name in others)
+        remedy = "Remove the index" if gone else f"Remove {SINGLE}, or the index and its files"
+        raise UserError(f"{index}: names {others[0]}, and {SINGLE} is there too, of another model. {remedy}.")
+    return files
 
 
 def names_of_tensors(folder: Path) -> Collection[str]:

@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from verl_mg.batch import Batch
 from verl_mg.config import Config, ProfileConfig
-from verl_mg.data import PromptFeed
 from verl_mg.distributed.collectives import all_gather_json, broadcast_json
 from verl_mg.errors import UserError
 from verl_mg.job.job import RunningJob
@@ -49,10 +47,7 @@ from verl_mg.monitor.status import METRICS, StatusFile, summary
 from verl_mg.monitor.trackers import SampleTable, Tracker, build_trackers, check_services, run_name
 from verl_mg.monitor.trackers.files import plot_reward_curve
 from verl_mg.phase_timer import COMPUTE_PHASES, WAIT, PhaseTimer
-from verl_mg.roles.reward import row_to_sample
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from verl_mg.roles.reward import SampleTexts
 
 CURVE, TIMELINE = "reward_curve.png", "timeline"
 
@@ -271,7 +266,7 @@ class RunLogger:
                 self._samples.write(iteration, self._job.rollout.records, self._job.trained_batches)
                 # Only rank 0, with rows that it has, so no collective is needed.
                 limit = self._job.config.tracking.samples if dist.get_rank() == 0 else 0
-                self._table = sample_table(produced, limit, iteration, self._job.prompts, self._job.tokenizer)
+                self._table = sample_table(produced, limit, iteration, self._job.sample_texts)
         seconds = time.perf_counter() - self._started
         rates = self._throughput.iteration(produced, seconds, self._resources.take())
         rates |= weight_sync_rate(metrics, dist.get_world_size())
@@ -306,9 +301,7 @@ class RunLogger:
             print(f"metrics {self._output / METRICS}{pictures}", flush=True)
 
 
-def sample_table(
-    batches: Sequence[Batch], limit: int, iteration: int, prompts: PromptFeed, tokenizer: PreTrainedTokenizerBase
-) -> SampleTable | None:
+def sample_table(batches: Sequence[Batch], limit: int, iteration: int, texts: SampleTexts) -> SampleTable | None:
     """Makes a table for services of at most `limit` samples of this rank; None without samples."""
     # Equally far apart, since neighbours have the same prompt.
     # Of an agent's sample the last row, which contains the whole conversation unless it was rewritten.
@@ -318,7 +311,7 @@ def sample_table(
     columns = ("iteration", "prompt", "response", "answer", "reward", *(name.removeprefix(PART) for name in names))
     rows: list[list[str | float | None]] = []
     for batch, row in shown:
-        sample = row_to_sample(batch, row, prompts, tokenizer)
+        sample = texts.of_row(batch, row)
         scores = [_number(batch, name, row) for name in ("reward", *names)]
         rows.append([float(iteration), sample.prompt, sample.response, sample.answer, *scores])
     return SampleTable(columns, rows) if rows else None
@@ -335,7 +328,7 @@ def _sample_writer(job: RunningJob, recipe: str) -> SampleWriter:
     model = broadcast_json(fingerprint(config.model.path) if dist.get_rank() == 0 else None)
     about = FileMetadata(recipe, model, dist.get_world_size())
     folder, limit = config.job.output / SAMPLES, config.record.samples_per_rank
-    return SampleWriter(folder, dist.get_rank(), about, job.prompts, job.tokenizer, limit)
+    return SampleWriter(folder, dist.get_rank(), about, job.sample_texts, limit)
 
 
 def _warn_dropped_prompts(job: RunningJob) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,6 @@ from pyarrow import parquet
 from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.data import PromptFeed
 from verl_mg.jsonl import replacing
 from verl_mg.monitor.sample_schema import COLUMN as IMAGES
 from verl_mg.monitor.sample_schema import (
@@ -45,11 +44,8 @@ from verl_mg.monitor.sample_schema import (
     iteration_folder,
     schema,
 )
-from verl_mg.roles.reward import row_to_sample
+from verl_mg.roles.reward import SampleTexts
 from verl_mg.rows.samples import NOT_RECORDED, RolloutRecord
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -69,13 +65,12 @@ class SampleWriter:
         folder: Path,
         rank: int,
         metadata: FileMetadata,
-        prompts: PromptFeed,
-        tokenizer: PreTrainedTokenizerBase,
+        texts: SampleTexts,
         limit: int | None = None,
     ) -> None:
         self._folder, self._rank, self._metadata, self._limit = folder, rank, metadata, limit
         self._images = ImageFiles(folder)
-        self._prompts, self._tokenizer = prompts, tokenizer
+        self._sample_texts = texts
         self._pieces: dict[int, str] = {}
         self._warned = False
 
@@ -151,9 +146,9 @@ class SampleWriter:
         return pa.table([columns[name] for name in file_schema.names], file_schema)
 
     def _texts(self, rows: Batch) -> dict[str, pa.Array]:
-        samples = [row_to_sample(rows, row, self._prompts, self._tokenizer) for row in range(len(rows))]
+        samples = [self._sample_texts.of_row(rows, row) for row in range(len(rows))]
         texts: dict[str, list[Any]] = {name: [getattr(sample, name, None) for sample in samples] for name in TEXTS}
-        texts["source"] = [self._prompts.by_id(prompt).source for prompt in rows["prompt_id"].tolist()]
+        texts["source"] = [self._sample_texts.prompts.by_id(prompt).source for prompt in rows["prompt_id"].tolist()]
         scores = {name.removeprefix(PART): rows[name].tolist() for name in _parts_of(rows)}
         parts = [
             [(name, values[row]) for name, values in scores.items() if values[row] == values[row]]  # not NaN
@@ -171,9 +166,10 @@ class SampleWriter:
     def _piece(self, token: int) -> str:
         # Decoding one token of SentencePiece drops its space, so that words would run together.
         if token not in self._pieces:
-            word = self._tokenizer.convert_ids_to_tokens(token)
+            tokenizer = self._sample_texts.tokenizer
+            word = tokenizer.convert_ids_to_tokens(token)
             spaced = isinstance(word, str) and SENTENCEPIECE_SPACE in word
-            self._pieces[token] = word.replace(SENTENCEPIECE_SPACE, " ") if spaced else self._tokenizer.decode([token])
+            self._pieces[token] = word.replace(SENTENCEPIECE_SPACE, " ") if spaced else tokenizer.decode([token])
         return self._pieces[token]
 
 

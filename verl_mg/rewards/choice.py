@@ -4,13 +4,14 @@ import re
 import string
 
 from verl_mg.errors import UserError
+from verl_mg.rewards.answer_part import answer_part
 from verl_mg.rewards.reward import Reward, Sample
 
-_LETTER = r"[*_$\s({\[]*(?:\\(?:text|mathrm|textbf|mathbf)\s*\{\s*)?\(?([A-Z])\b(?!')"
-BOXED = re.compile(r"\\boxed\s*\{" + _LETTER)
-STATED = re.compile(r"(?i:\banswers?\b[*_]*(?:\s+(?:choice|option))?\s*(?:is|:|=)[*_]*:?(?:\s+option)?)" + _LETTER)
-ALONE = re.compile(r"[*_$\s(\[]*([A-Z])[)\].:*_$\s]*")
-THOUGHT = "</think>"  # end of the reasoning of models that write it in front of their answer
+# Repetitions are possessive (*+): none gives back what the next one may take, so the time is linear.
+_LETTER = r"[*_$\s({\[]*+(?:\\(?:text|mathrm|textbf|mathbf)\s*+\{\s*+)?\(?([A-Z])\b(?!')"
+BOXED = re.compile(r"\\boxed\s*+\{" + _LETTER)
+STATED = re.compile(r"(?i:\banswers?\b[*_]*+(?:\s++(?:choice|option))?\s*+(?:is|:|=)[*_]*+:?(?:\s++option)?)" + _LETTER)
+ALONE = re.compile(r"[*_$\s(\[]*+([A-Z])[)\].:*_$\s]*+")
 
 
 def score(sample: Sample, choices: int = 4) -> Reward:
@@ -18,7 +19,7 @@ def score(sample: Sample, choices: int = 4) -> Reward:
 
     The letter is the last one in `\boxed{}`; without any, the last one that is stated as "Answer: C", "the answer
     is (C)", "the correct option is" with the word answer, in bold or not; otherwise the last line if it is only a
-    letter, as "C", "(C)" or "**C.**". Letters are capitals. What is before `</think>` does not count. The parts
+    letter, as "C", "(C)" or "**C.**". Letters are capitals. Reasoning does not count. The parts
     "correct" and "answered" are 0.0 or 1.0.
 
     Args:
@@ -45,7 +46,7 @@ def letter_of(response: str, letters: str) -> str | None:
     Args:
         response, letters: text of the response, and the letters of the choices.
     """
-    text = response.rpartition(THOUGHT)[2].strip()
+    text = answer_part(response).strip()
     for pattern in (BOXED, STATED):
         if given := [letter for letter in pattern.findall(text) if letter in letters]:
             return str(given[-1])

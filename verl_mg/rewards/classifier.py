@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl_mg.device import current_device
 from verl_mg.errors import UserError
+from verl_mg.models.special_tokens import AddedTokens
 from verl_mg.rewards.reward import Reward, Sample
 
 # Tokens; rows are padded to this length or to the next power of two.
@@ -60,7 +61,6 @@ class Classifier:
         self._label = _label_number(self._model.config, label, path)
         self._padding: int | None = config.pad_token_id
         self._max_tokens = min(max_tokens, getattr(config, "max_position_embeddings", max_tokens))
-        self._tokenizer.truncation_side = "left"
         self._messages = messages
         # Without a padding token rows are scored one by one.
         self.batch_size = batch_size if self._padding is not None else 1
@@ -101,13 +101,18 @@ class Classifier:
 
     def _tokens(self, sample: Sample) -> list[int]:
         text, special = self._text(sample)
-        ids = self._tokenizer(text, add_special_tokens=special, truncation=True, max_length=self._max_tokens)
-        tokens: list[int] = ids["input_ids"]
+        tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        front, end = AddedTokens.of(self._tokenizer, text) if special and tokens else AddedTokens((), ())
+        # The policy's template may have written the token of the beginning already.
+        front = () if tuple(tokens[: len(front)]) == front else front
+        end = () if end and tuple(tokens[-len(end) :]) == end else end
+        kept = max(self._max_tokens - len(front) - len(end), 0)
+        tokens = [*front, *tokens[max(len(tokens) - kept, 0) :], *end]
         # A row without tokens has no position whose score could be read.
         return tokens or [self._tokenizer.eos_token_id or 0]
 
     def _text(self, sample: Sample) -> tuple[str, bool]:
-        """Returns the text and whether the tokenizer adds special tokens, which a chat template contains itself."""
+        """Returns the text and whether it needs the tokenizer's special tokens; a chat template writes them itself."""
         messages = sample.record.get(self._messages)
         if self._tokenizer.chat_template is None or not isinstance(messages, list):
             return sample.prompt + sample.response, True

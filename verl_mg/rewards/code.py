@@ -8,7 +8,8 @@ The record contains the test cases in one of these forms:
     ["assert f(1) == 2", ...]                                           assertions, as in MBPP
     "def check(candidate): ..."                                         a test of the record's `entry_point`: HumanEval
 
-Each may be given as a string that contains JSON. Records of LiveCodeBench and of open-r1/codeforces are read as they
+Each may be given as a string that contains JSON. Programs of the first two forms may use what contests define, see
+`contest_names`. Records of LiveCodeBench and of open-r1/codeforces are read as they
 are published, see `contest_tests`.
 """
 
@@ -27,20 +28,24 @@ import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from verl_mg.errors import UserError
+from verl_mg.rewards.answer_part import answer_part
 from verl_mg.rewards.reward import Reward, Sample
 from verl_mg.sandbox import Outcome, run_python_async
 
 FIELDS = ("input_output", "test_cases", "tests", "test_list", "test")
+CONTEST_NAMES = Path(__file__).with_name("contest_names.py")
 HARNESS = Path(__file__).with_name("function_call_harness.py")
 CHECKER_HARNESS = Path(__file__).with_name("output_checker.py")
 CHECKED_FILES = ("input.txt", "correct_output.txt", "solution_output.txt")  # files that a checker gets
 BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
 PYTHON = ("python", "python3", "py")
-# Relative and absolute, for numbers with a fraction, where outputs are text or JSON.
+# Relative and absolute, for numbers with a fraction, where outputs are text or JSON; absolute at most half of the last
+# digit of the expected one, so that 3e-7 is not 4e-7.
 TOLERANCE = 1e-6
 OUTPUT_BYTES = 1 << 20  # largest output of a program
 
@@ -58,6 +63,7 @@ class InputCase:
     stdin: str
     stdout: str
     checker: str | None = None  # program that decides whether an output is right; None: it must be the expected one
+    with_names: bool = False  # whether the program may use what contests define
 
 
 @dataclass(frozen=True)
@@ -125,8 +131,8 @@ def read_tests(sample: Sample, field: str | None) -> list[Case]:
 
 
 def last_program(response: str) -> str | None:
-    """Returns the last fenced block marked as Python; without any, the last block without a mark."""
-    blocks = [(mark.strip().lower(), body) for mark, body in BLOCK.findall(response)]
+    """Returns the last fenced block after the reasoning marked as Python; without any, the last one without a mark."""
+    blocks = [(mark.strip().lower(), body) for mark, body in BLOCK.findall(answer_part(response))]
     for marks in (PYTHON, ("",)):
         if chosen := [body for mark, body in blocks if mark in marks]:
             return str(chosen[-1])
@@ -153,7 +159,7 @@ async def run_tests(response: str, cases: Sequence[Case], run: Run, partial: boo
     if partial or passed == len(calls):
         for case in cases:
             if isinstance(case, InputCase):
-                outcome = await run(program, stdin=case.stdin)
+                outcome = await run(_with_names(program) if case.with_names else program, stdin=case.stdin)
                 success = outcome.ended == "ok" and await _is_right(outcome.stdout, case, run)
                 passed += success
                 if not (success or partial):
@@ -161,6 +167,10 @@ async def run_tests(response: str, cases: Sequence[Case], run: Run, partial: boo
     share = passed / len(cases)
     correct = float(passed == len(cases))
     return Reward(share if partial else correct, {"correct": correct, "passed": share, "answered": 1.0})
+
+
+def _with_names(program: str) -> str:
+    return f"{CONTEST_NAMES.read_text(encoding='utf-8')}\n\nsolution({program!r}, '__main__', True)\n"
 
 
 async def _is_right(output: str, case: InputCase, run: Run) -> bool:
@@ -192,21 +202,25 @@ def _same_word(output: str, expected: str) -> bool:
     if output == expected:
         return True
     try:
-        return "." in expected and _close(float(output), float(expected))
+        return "." in expected and _close(float(output), expected)
     except ValueError:
         return False
 
 
-def _close(left: float, right: float) -> bool:
-    return math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+def _close(value: float, expected: str) -> bool:
+    digits = Decimal(expected).as_tuple().exponent
+    last = 0.0 if isinstance(digits, str) else 0.5 * 10.0 ** min(digits, 0)
+    return math.isclose(value, float(expected), rel_tol=TOLERANCE, abs_tol=min(TOLERANCE, last))
 
 
 async def _passed_calls(program: str, cases: Sequence[CallCase], run: Run) -> int:
     """Makes all calls in one run and counts the expected results. A line counts only with this run's marker."""
     # Unknown to the program, which could otherwise print lines that look like results of the harness.
     marker = secrets.token_hex(16)
-    request = {"marker": marker, "program": program, "calls": [case.call for case in cases]}
-    outcome = await run(HARNESS.read_text(encoding="utf-8"), stdin=json.dumps(request) + "\n")
+    with_names = any("function" in case.call for case in cases)
+    request = {"marker": marker, "program": program, "with_names": with_names, "calls": [case.call for case in cases]}
+    source = CONTEST_NAMES.read_text(encoding="utf-8") + HARNESS.read_text(encoding="utf-8")
+    outcome = await run(source, stdin=json.dumps(request) + "\n")
     results: dict[int, Any] = {}
     for line in outcome.stdout.splitlines():
         if line.startswith(marker):
@@ -237,7 +251,7 @@ def _json_equal(value: Any, expected: Any) -> bool:
         by_text = {str(key): item for key, item in value.items()}
         return by_text.keys() == expected.keys() and all(_json_equal(by_text[key], expected[key]) for key in expected)
     if isinstance(value, int | float) and isinstance(expected, float):
-        return value == expected or _close(value, expected)
+        return value == expected or _close(value, repr(expected))
     return bool(value == expected)
 
 
@@ -271,7 +285,7 @@ def _cases(content: Any, record: dict[str, Any]) -> list[Case]:
         pairs = list(zip(content["inputs"], content["outputs"], strict=True))
         if name := content.get("fn_name"):
             return [_function_case(name, arguments, output) for arguments, output in pairs]
-        return [InputCase(_text(stdin), _text(stdout)) for stdin, stdout in pairs]
+        return [InputCase(_text(stdin), _text(stdout), with_names=True) for stdin, stdout in pairs]
     if all(isinstance(item, str) for item in content):
         setup = [record.get("test_setup_code") or "", *(record.get("test_imports") or [])]
         return [_assertion(item, "\n".join(setup).strip()) for item in content]
@@ -316,13 +330,14 @@ def contest_tests(record: Mapping[str, Any]) -> Any:
 
 def _livecodebench(record: Mapping[str, Any]) -> Any:
     cases = json.loads(record["public_test_cases"]) + _private(record.get("private_test_cases") or "[]")
+    tests = {name: [case[name.removesuffix("s")] for case in cases] for name in ("inputs", "outputs")}
     if all(case["testtype"] == "stdin" for case in cases):
-        return [{"input": case["input"], "output": case["output"]} for case in cases]
+        return tests
     metadata = record.get("metadata") or "{}"
     name = (json.loads(metadata) if isinstance(metadata, str) else metadata).get("func_name")
     if not name:
         raise ValueError("metadata has no func_name")
-    return {"fn_name": name, "inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
+    return {"fn_name": name} | tests
 
 
 def _private(text: str) -> Any:

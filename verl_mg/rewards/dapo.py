@@ -6,6 +6,7 @@ Answers are compared as texts after the normalisation of Minerva [arXiv:2206.148
 import re
 
 from verl_mg.errors import UserError
+from verl_mg.rewards.answer_part import answer_part
 from verl_mg.rewards.reward import Reward, Sample
 
 TAIL = 300  # number of characters at the end of a response that must contain the answer
@@ -37,7 +38,7 @@ def score(sample: Sample, correct: float = 1.0, wrong: float = -1.0) -> Reward:
             f"rewards.dapo: the record of the prompt {sample.prompt[:60]!r} has no answer. "
             f"Set data.answer_field to one of: {', '.join(sample.record)}."
         )
-    matches = ANSWER.findall(sample.response[-TAIL:])
+    matches = ANSWER.findall(answer_part(sample.response)[-TAIL:])
     answer = normalised(matches[-1]) if matches else None
     right = answer is not None and answer == normalised(sample.answer)
     parts = {"correct": float(right), "answered": float(answer is not None)}

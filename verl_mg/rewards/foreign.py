@@ -95,7 +95,8 @@ def _adapted(
     def converted(result: Any) -> Any:
         if not batched:
             return reward(result)
-        return [reward(item) for item in result] if isinstance(result, Sequence) else result
+        results = as_list(result)
+        return result if results is None else [reward(item) for item in results]
 
     async def after(result: Awaitable[Any]) -> Any:
         return converted(await result)
@@ -109,6 +110,13 @@ def _adapted(
 
     # A decorated async function does not look like one, and then returns something to await.
     return call_async if inspect.iscoroutinefunction(function) else call
+
+
+def as_list(results: Any) -> list[Any] | None:
+    """Returns the results of several samples as a list: of a sequence or a flat array; None for anything else."""
+    if hasattr(results, "tolist") and getattr(results, "ndim", 0) == 1:  # of numpy, torch or pandas
+        results = results.tolist()
+    return list(results) if isinstance(results, Sequence) and not isinstance(results, str | bytes) else None
 
 
 def _reward(result: Any, key: str, name: str, remedy: str) -> Reward:

@@ -1,6 +1,8 @@
 """Program that calls the functions of a response inside the sandbox. It is sent there as text and never imported.
 
-    stdin, one line:   {"marker": text, "program": text, "calls": [call, ...]}
+`contest_names.py` is in front of it, with `solution`.
+
+    stdin, one line:   {"marker": text, "program": text, "with_names": whether of a contest, "calls": [call, ...]}
     stdout, a line for each call that returned:   MARKER [number of the call, value]
 
 A call is {"function", "arguments"}, {"expression"} or {"test"}, the last two with a "setup" that runs first. Values
@@ -11,8 +13,10 @@ import json
 import numbers
 import os
 import sys
-import types
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from verl_mg.rewards.contest_names import solution
 
 
 def main() -> None:
@@ -21,11 +25,7 @@ def main() -> None:
     # Output of the program itself is dropped: it would count against the limit of the output.
     report = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    # Registered by its name: `dataclass` looks up the module of a class in sys.modules.
-    module = types.ModuleType("solution")
-    sys.modules["solution"] = module
-    space = vars(module)
-    exec(compile(request["program"], "solution.py", "exec"), space)
+    space = solution(request["program"], "solution", request["with_names"])
     for number, call in enumerate(request["calls"]):
         try:
             line = json.dumps([number, encoded(result(call, space))])

@@ -7,6 +7,7 @@ import importlib
 from typing import Any, Literal, get_args
 
 from verl_mg.errors import UserError
+from verl_mg.rewards.answer_part import answer_part
 from verl_mg.rewards.reward import Reward, Sample
 
 Benchmark = Literal["ifeval", "ifbench"]
@@ -58,7 +59,7 @@ class Score:
         kind = package.IFEvalSample if self._benchmark == "ifeval" else package.IFBenchSample
         record = kind(sample.record.get("key", 0), str(sample.record.get("prompt", "")), instructions, arguments)
         try:
-            _, scores = package.evaluate_output_for_sample(self._benchmark, record, sample.response)
+            _, scores = package.evaluate_output_for_sample(self._benchmark, record, answer_part(sample.response))
         except LookupError as error:  # nltk's message is a page
             raise UserError(
                 f"rewards.ifeval: data of nltk is missing ({str(error).strip().splitlines()[0]}). Run: python -m "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_mg.errors import UserError
+from verl_mg.rewards.answer_part import answer_part
 from verl_mg.rewards.sample import Reward, Sample
 from verl_mg.sandbox import run_python_async
 
@@ -40,7 +41,7 @@ class Score:
                 f"seconds={seconds}, batch_size={batch_size}, parallel={parallel}: out of range. Give positive numbers."
             )
         self.batch_size, self.parallel = batch_size, parallel
-        self._seconds, self._pattern = seconds, None
+        self._seconds, self._pattern, self._end = seconds, None, f"</{tag}>"
         if tag:
             self._pattern = re.compile(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", re.DOTALL)
 
@@ -57,9 +58,11 @@ class Score:
         ]
 
     def _answer(self, response: str) -> str | None:
+        response = answer_part(response)
         if self._pattern is None:
             return response.strip()
-        tagged = self._pattern.findall(response)
+        # Only up to the last end: after it, each begin would be searched for an end to no avail.
+        tagged = self._pattern.findall(response[: response.rfind(self._end) + len(self._end)])
         return tagged[-1].strip() if tagged else None
 
     async def _scores(self, questions: Sequence[tuple[str, Any, str]]) -> list[str]:

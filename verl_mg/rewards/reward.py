@@ -32,7 +32,7 @@ from typing import Any
 
 from verl_mg.errors import UserError
 from verl_mg.import_function import load_function
-from verl_mg.rewards.foreign import Foreign, slime_function, verl_function
+from verl_mg.rewards.foreign import Foreign, as_list, slime_function, verl_function
 from verl_mg.rewards.mixture import Mixture
 from verl_mg.rewards.sample import Reward, Sample
 
@@ -87,11 +87,11 @@ class LoadedReward:
                 f"prompt {samples[0].prompt[-40:]!r}, response {samples[0].response[:40]!r}"
                 f"{f' and {len(samples) - 1} more' if len(samples) > 1 else ''}). Return a number for each sample."
             ) from error
-        results = result if self.batched else [result]
-        if not isinstance(results, Sequence) or len(results) != len(samples):
-            got = f"{len(results)} results" if isinstance(results, Sequence) else f"{results!r:.80}"
+        results = as_list(result) if self.batched else [result]
+        if results is None or len(results) != len(samples):
             raise UserError(
-                f"reward '{self.name}' returned {got} for {len(samples)} samples. Return one Reward per sample."
+                f"reward '{self.name}' returned {_described(result, results)} for {len(samples)} samples. Return a "
+                "list or a flat array with one number or Reward per sample."
             )
         return [_as_reward(result, self.name) for result in results]
 
@@ -140,6 +140,13 @@ def load_reward(name: str | Callable[..., Any], options: Mapping[str, Any] | Non
             f"reward '{name}': the options are not accepted ({type(error).__name__}: {error}). Correct them."
         ) from error
     return LoadedReward(name, owner.score_many if batched else owner.score, batched=batched, owner=owner)
+
+
+def _described(result: Any, results: list[Any] | None) -> str:
+    if results is not None:
+        return f"{len(results)} results"
+    kind = type(result).__name__
+    return f"a {kind} of shape {tuple(result.shape)}" if hasattr(result, "shape") else f"a {kind}, {result!r:.80},"
 
 
 def _place_of(error: BaseException) -> str:

@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -52,6 +53,38 @@ PART = "reward."
 """Prefix of the columns with the parts of the reward."""
 
 
+@dataclass(frozen=True)
+class SampleTexts:
+    """Rows and tokens of the policy as reward functions see them.
+
+    prompt "<user>2+3?<assistant><think>", tokens "a </think> 5 <eos>"
+    Sample(prompt="<user>2+3?<assistant>", response="<think>a</think>5")
+    """
+
+    prompts: PromptFeed
+    tokenizer: PreTrainedTokenizerBase
+    stop_token_ids: tuple[int, ...]  # tokens that end a response; as its last token they are no part of its text
+
+    def of_row(self, batch: Batch, row: int) -> Sample:
+        """Returns a row of a batch with the columns tokens, prompt_id, prompt_length and truncated."""
+        prompt = self.prompts.by_id(int(batch["prompt_id"][row]))
+        response = batch.row("tokens", row)[int(batch["prompt_length"][row]) :]
+        return self.of_tokens(prompt, response.tolist(), bool(batch["truncated"][row]))
+
+    def of_tokens(self, prompt: Prompt, tokens: Sequence[int], truncated: bool) -> Sample:
+        """Returns a response to a prompt with the special tokens that the policy has written in it."""
+        ended = bool(tokens) and tokens[-1] in self.stop_token_ids
+        written = list(tokens[:-1] if ended else tokens)
+        text = self.tokenizer.decode(written, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return sample_of(prompt, f"{prompt.opening}{text}", truncated, len(tokens))
+
+
+def sample_of(prompt: Prompt, response: str, truncated: bool, num_tokens: int | None = None) -> Sample:
+    """Returns a response with the text in front of it."""
+    finish: Literal["length", "stop"] = "length" if truncated else "stop"
+    return Sample(prompt.text.removesuffix(prompt.opening), response, prompt.answer, prompt.record, finish, num_tokens)
+
+
 class RewardRole:
     """Scores samples by the reward functions of the job, or by its frozen reward model.
 
@@ -64,15 +97,14 @@ class RewardRole:
     def __init__(
         self,
         scorer: AsyncScorer | None,
-        prompts: PromptFeed,
-        tokenizer: PreTrainedTokenizerBase,
+        texts: SampleTexts,
         context: JobContext,
         records: Sequence[RolloutRecord],
         model: RewardModel | None = None,
         has_agents: bool = False,
         source_scorers: Mapping[str, AsyncScorer] | None = None,
     ) -> None:
-        self._scorer, self._prompts, self._tokenizer, self._model = scorer, prompts, tokenizer, model
+        self._scorer, self._sample_texts, self._model = scorer, texts, model
         self._has_agents = has_agents
         self._source_scorers = dict(source_scorers or {})
         self._timer, self._records = context.timer, records
@@ -104,7 +136,7 @@ class RewardRole:
             return self._submit_conversation(prompt, conversation_of(sample.trajectory), truncated)
         if self._scorer_for(prompt) is None:
             return NOT_SCORED
-        return self._submit(prompt, _to_sample(prompt, sample.tokens, truncated, self._tokenizer))
+        return self._submit(prompt, self._sample_texts.of_tokens(prompt, sample.tokens, truncated))
 
     def submit_rows(self, rows: GeneratedRows) -> list[int]:
         """Starts to score rows that come from a checkpoint; returns the number of each row's score."""
@@ -112,7 +144,7 @@ class RewardRole:
         truncated = segment_totals(batch["truncated"], batch["trajectory"]) > 0
         score_ids = []
         for row in batch.first_rows.tolist():  # one score for a trajectory, whatever its rows
-            prompt = self._prompts.by_id(int(batch["prompt_id"][row]))
+            prompt = self._sample_texts.prompts.by_id(int(batch["prompt_id"][row]))
             text = rows.conversations.get(int(batch["trajectory"][row]))
             if text is not None:
                 score_ids.append(self._submit_conversation(prompt, json.loads(text), bool(truncated[row])))
@@ -123,7 +155,7 @@ class RewardRole:
     def _submit_conversation(self, prompt: Prompt, conversation: Conversation, truncated: bool) -> int:
         reward = agent_reward(conversation)
         if reward is None:
-            return self._submit(prompt, _sample_of(prompt, final_reply(conversation), truncated))
+            return self._submit(prompt, sample_of(prompt, final_reply(conversation), truncated))
         score_id = next(self._next_id)
         self._agent_rewards[score_id] = reward
         return score_id
@@ -187,8 +219,8 @@ class RewardRole:
         return columns["reward"]
 
     def sample(self, batch: Batch, row: int) -> Sample:
-        """Returns a row as a reward function sees it; see `row_to_sample`."""
-        return row_to_sample(batch, row, self._prompts, self._tokenizer)
+        """Returns a row as a reward function sees it; see `SampleTexts.of_row`."""
+        return self._sample_texts.of_row(batch, row)
 
     def close(self) -> None:
         """Releases the resources of the reward functions."""
@@ -243,22 +275,6 @@ def scoring_reward(reward: RewardRole | None) -> RewardRole:
             "function. Give one, or let the recipe sample in rounds."
         )
     return reward
-
-
-def row_to_sample(batch: Batch, row: int, prompts: PromptFeed, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    """Returns a row as text; the batch needs the columns tokens, prompt_id, prompt_length and truncated."""
-    prompt = prompts.by_id(int(batch["prompt_id"][row]))
-    response = batch.row("tokens", row)[int(batch["prompt_length"][row]) :]
-    return _to_sample(prompt, response.tolist(), bool(batch["truncated"][row]), tokenizer)
-
-
-def _to_sample(prompt: Prompt, response: Sequence[int], truncated: bool, tokenizer: PreTrainedTokenizerBase) -> Sample:
-    return _sample_of(prompt, tokenizer.decode(response, skip_special_tokens=True), truncated, len(response))
-
-
-def _sample_of(prompt: Prompt, response: str, truncated: bool, num_tokens: int | None = None) -> Sample:
-    finish: Literal["length", "stop"] = "length" if truncated else "stop"
-    return Sample(prompt.text, response, prompt.answer, prompt.record, finish, num_tokens)
 
 
 def _reply(reward: Reward, parts: Sequence[str]) -> tuple[list[float], int]:

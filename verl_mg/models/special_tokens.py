@@ -1,0 +1,29 @@
+"""Tokens that a tokenizer adds to a text by itself, such as a token of the beginning or of the end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class AddedTokens(NamedTuple):
+    """Token ids before a text and after it: <bos> and none with Llama's tokenizer, none and <eos> with T5's."""
+
+    front: tuple[int, ...]
+    end: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, text: str) -> AddedTokens:
+        """Returns what a tokenizer adds to a text with at least one token."""
+        # By comparison: fields such as add_bos_token do not say what the post-processor of tokenizer.json does.
+        alone = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        whole = list(tokenizer(text)["input_ids"])
+        starts = [i for i in range(len(whole) - len(alone) + 1) if whole[i : i + len(alone)] == alone]
+        # The last place: a text that begins with <bos> is "<bos> <bos> ...", of which the first one was added.
+        return (
+            cls(tuple(whole[: starts[-1]]), tuple(whole[starts[-1] + len(alone) :]))
+            if starts and alone
+            else cls((), ())
+        )
