@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from verl_mg.agents.renderer import ConversationRenderer
+from verl_mg.data.template_options import set_template_options
 from verl_mg.models.tiny_model import character_tokenizer
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -99,4 +100,5 @@ def merging_tokenizer(template: str) -> PreTrainedTokenizerFast:
 def renderer_of(template: str, merges: bool = False, **options: Any) -> ConversationRenderer:
     """A renderer whose replies end with `<|im_end|>`; `options` are those of the template."""
     tokenizer = merging_tokenizer(template) if merges else chat_tokenizer(template)
-    return ConversationRenderer(tokenizer, tokenizer.convert_tokens_to_ids(["<|im_end|>"]), options)
+    set_template_options(options, tokenizer)
+    return ConversationRenderer(tokenizer, tokenizer.convert_tokens_to_ids(["<|im_end|>"]))

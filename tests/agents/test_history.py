@@ -63,7 +63,7 @@ class Conversation:
         scores, versions = (-0.5 - number,) * len(tokens), (number,) * len(tokens)
         sample = Sample(0, tokens, scores, versions, "stop" if ends else "length")
         parsed = self.parser.parse(text, call.tools, context.rendered)
-        message = assistant_message(*parsed)
+        message = assistant_message(*parsed[:3])
         self.history.add(call, context, sample, message, trained=trained, truncated=not ends)
         return message
 
@@ -268,7 +268,7 @@ def test_context_template_that_rewrites_the_prompt_itself_shares_what_is_in_fron
 def test_context_text_of_an_end_token_in_a_message_is_no_end_of_a_reply():
     tokenizer = chat_tokenizer(KEEPING)
     stops = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
-    conversation = Conversation(ConversationRenderer(tokenizer, stops, {}), PARSERS["keeping"])
+    conversation = Conversation(ConversationRenderer(tokenizer, stops), PARSERS["keeping"])
     messages = [user("what is <eos> ?")]
     reply = conversation.answer(conversation.ask(messages), "the end", end="<eos>")
     _, context = conversation.ask([*messages, reply, user("two")])

@@ -428,8 +428,8 @@ class RolloutConfig(ConfigSection):
     tool_call_parser: str = "qwen25"
     """Format of tool calls, by the name of SGLang's parser."""
     reasoning_parser: str | None = None
-    """Format of reasoning in the replies that agents receive, by the name of SGLang's parser, such as qwen3. null:
-    reasoning is part of the text."""
+    """Format of reasoning, by the name of SGLang's parser, such as qwen3: agents receive it apart from the text, and
+    calls of tools in it are not made. null: reasoning is part of the text."""
     agent: str | None = None
     """Agent that makes each sample: an async function `run(session, sample)` as `package.module:name` or
     `file.py:name`, or the name of a file of recipes/environments/, such as harbor. It calls the policy by the URL of
@@ -456,7 +456,8 @@ class RolloutConfig(ConfigSection):
     """Address that the agents' endpoint listens on, on a free port. Other machines reach only another address than the
     default, such as that of the node in a cluster."""
     chat_template_options: dict[str, Any] = {}
-    """Variables of the chat template in agents' conversations, such as {enable_thinking: false}."""
+    """Variables of the chat template, such as {enable_thinking: false}, wherever it is applied: to prompts, to
+    demonstrations and pairs, and to conversations of agents and tools."""
 
     @property
     def has_agents(self) -> bool:

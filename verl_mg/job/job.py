@@ -41,6 +41,7 @@ from verl_mg.data import (
 )
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.data.images import ImageLimits
+from verl_mg.data.template_options import check_options_are_used, set_template_options
 from verl_mg.distributed import collectives
 from verl_mg.engines import RolloutEngine, Sampling
 from verl_mg.engines.request_tracker import routed_shape
@@ -362,6 +363,8 @@ class RunningJob:
         config, path = self.config, self.config.model.path
         self._sets, self._evaluates_only = evaluation_sets(config), evaluates_only
         self.tokenizer, self.processor = read_tokenizer(path), ImageProcessor.read(path)
+        template_options = config.rollout.chat_template_options
+        set_template_options(template_options, self.tokenizer, self.processor and self.processor.templated)
         self._model, self._place = read_any_config(path), (dist.get_rank(), dist.get_world_size())
         self._tools = load_tools(config.rollout.tools)
         self._schemas = [tool.schema for tool in self._tools]
@@ -379,6 +382,8 @@ class RunningJob:
         else:
             assert self.test_prompts is not None
             self.prompts = PromptFeed(self.test_prompts)
+        if template_options and not (config.rollout.has_agents or self._tools):
+            check_options_are_used([*self.prompts, *(self.test_prompts or ())])
 
     def _build_models(self, models: ModelRoleBuilder) -> None:
         self.roles: Mapping[str, Role] = {name: models.build(name) for name in models.model_roles(self.requested)}
@@ -470,7 +475,7 @@ class RunningJob:
         config, tools = self.config.rollout, self._tools
         if not tools:
             return lambda engine: engine
-        dialogue = ToolCallFormat(self.tokenizer, tools, config.tool_call_parser, self.processor)
+        dialogue = ToolCallFormat(self.tokenizer, tools, config.tool_call_parser, config.reasoning_parser, self.processor)
         turns, timeout = config.max_turns, config.tool_timeout_s
 
         def with_turns(engine: RolloutEngine) -> RolloutEngine:
