@@ -109,8 +109,8 @@ class ReplyParser:
         opening = start + getattr(parser.detector, "think_start_self_label", "")
         # A template may open the reasoning at the end of the prompt, or close it there, as with thinking switched off.
         whole, prompt = text, prompt[-PROMPT_END:].rstrip()
-        if start and prompt.endswith(opening.rstrip()):
-            whole = opening + text
+        if start and prompt.endswith((start, opening.rstrip())):
+            whole = (start if prompt.endswith(start) else opening) + text
         elif end and prompt.endswith(end) and not (start and start in text):
             return text, ""
         thought, rest = _tried(parser.parse_non_stream, whole, (None, text))
@@ -118,10 +118,16 @@ class ReplyParser:
         is_forced = getattr(parser.detector, "_in_reasoning", True)
         if start and start in thought and not (begins or is_forced):
             return text, ""  # a text that mentions the mark, which SGLang's parsers take for reasoning
-        called = getattr(parser.detector, "tool_start_token", None)
-        if called and end not in whole and rest.startswith(called) and (begins or thought.strip()):
-            # These parsers end reasoning at the mark of a call, which the policy may only think about.
-            thought, rest = whole.lstrip().removeprefix(opening), ""
+        called, inside = getattr(parser.detector, "tool_start_token", None), whole.lstrip().removeprefix(opening)
+        if (
+            called
+            and end not in whole
+            and (
+                (rest.startswith(called) and (begins or thought.strip())) or (begins and rest.strip() == inside.strip())
+            )
+        ):
+            # These parsers end reasoning that nothing closes at a call, or where there is none take it for text.
+            thought, rest = inside, ""
         if start and rest.startswith(2 * start):  # of a parser that adds the mark which the prompt has
             rest = rest.removeprefix(start)
         if not thought and rest == text:
@@ -129,7 +135,7 @@ class ReplyParser:
         return rest.lstrip("\n"), thought.strip("\n")  # the line breaks belong to the marks
 
     def _without_later_reasoning(self, text: str) -> str:
-        """Returns a text without what is between marks of reasoning, or behind one that nothing closes."""
+        """Returns a text without what is between marks of reasoning, or after a mark that nothing closes."""
         if not self._reasoning:
             return text
         _, start, end = self._reasoning_parser()
@@ -151,8 +157,8 @@ class ReplyParser:
             self._reasoning_parser()
         except ValueError as error:  # it needs what only some tokenizers have
             raise UserError(
-                f"rollout.reasoning_parser={self._reasoning}: SGLang's parser cannot be used with this model ({error}). "
-                "Write the parser of the model's family."
+                f"rollout.reasoning_parser={self._reasoning}: SGLang's parser does not fit this model ({error}). Write "
+                "the parser of the model's family."
             ) from None
 
     def _kinds(self, tools: Sequence[Mapping[str, Any]]) -> list[Any]:

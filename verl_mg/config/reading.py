@@ -85,7 +85,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     node[last] = value
 
 
-_HOME = re.compile(r"~[\w.-]*/")
+_TILDE = re.compile(r"~[\w.-]*/")
 
 
 class _Loader(yaml.SafeLoader):
@@ -104,29 +104,30 @@ class _Dumper(yaml.SafeDumper):
     """Writes texts that a `_Loader` takes for numbers in quotes."""
 
 
-_FLOAT = re.compile(r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_DIGITS = r"[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*|\d[\d_]*(?=[eE]))([eE][-+]?\d+)?"
+_WORDS = ("true", "false", "yes", "no", "on", "off")
 for _tag, _form, _first in (
-    ("null", re.compile(r"~|null|Null|NULL|"), ["~", "n", "N", ""]),
-    ("bool", re.compile("|".join(f"{t}|{t.title()}|{t.upper()}" for t in "true false yes no on off".split())), "tTfFyYnNoO"),
-    ("int", re.compile(r"[-+]?(0|[1-9][\d_]*)|0x[\da-fA-F]+"), "-+0123456789"),
-    ("float", _FLOAT, "-+.0123456789"),
-    ("merge", re.compile("<<"), "<"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", "|".join(f"{word}|{word.title()}|{word.upper()}" for word in _WORDS), list("tTfFyYnNoO")),
+    ("int", r"[-+]?(0|[1-9][\d_]*)|0x[\da-fA-F]+", list("-+0123456789")),
+    ("float", rf"{_DIGITS}|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", list("-+.0123456789")),
+    ("merge", "<<", ["<"]),
 ):
     for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_form.pattern})$"), list(_first))
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_form})$"), _first)
 
 
 def _typed(text: str) -> Any:
     """Returns the value of an override: lists, mappings and quoted texts as YAML, everything else as it was typed.
 
-    ValueError where a part of it would be dropped, as behind a number sign, or where it is no value.
+    ValueError where a part of it would be dropped, as after a number sign, or where it is no value.
     """
     if text.lstrip()[:1] in ("[", "{", "'", '"'):
         end = 0
         for token in yaml.scan(text):
             # Between tokens are only spaces, commas of the scanner's own, or a comment.
             if text[end : token.start_mark.index].strip():
-                raise ValueError("YAML drops what is behind # there. Quote the text that contains it")
+                raise ValueError("YAML drops what follows # there. Quote the text that contains it")
             end = token.end_mark.index
         return yaml.load(text, _Loader)
     if text in ("", "~"):
@@ -142,7 +143,7 @@ def _not_plain(value: Any, key: str = "", above: tuple[Any, ...] = ()) -> str:
         return f"{key}: binary value. Write text."
     if isinstance(value, str) and ("\0" in value or value != value.encode("utf-8", "ignore").decode()):
         return f"{key}: {value!r} contains NUL or half a character. Remove it."
-    if isinstance(value, str) and _HOME.match(value):
+    if isinstance(value, str) and _TILDE.match(value):
         return f"{key}: {value!r} is not expanded, and would be a folder of this name. Write the whole path."
     if any(value is outer for outer in above):  # YAML's aliases allow cycles, on which the recursion would not end
         return f"{key}: contains itself. Write out the value of the alias."

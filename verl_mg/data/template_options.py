@@ -9,7 +9,7 @@ tools.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from verl_mg.data.prompts import Prompt
 from verl_mg.errors import UserError
@@ -17,24 +17,21 @@ from verl_mg.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from verl_mg.data.image_processor import ImageProcessor
+
 KEY = "rollout.chat_template_options"
 # What a caller says of each conversation: a template reads it, but an option would replace it.
 OF_CALLS = ("messages", "tools", "documents", "add_generation_prompt")
 
 
-class Templated(Protocol):
-    """A processor of transformers, which has a chat template beside that of its tokenizer."""
-
-    chat_template: Any  # text, texts by name, or None
-
-
 def set_template_options(
-    options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, processor: Templated | None = None
+    options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, processor: ImageProcessor | None = None
 ) -> None:
     """Sets variables in the chat templates of a model; UserError for one that no template reads."""
     if not options:
         return
-    owners = [owner for owner in (tokenizer, processor) if owner is not None and owner.chat_template]
+    # A processor has a chat template in addition to that of its tokenizer.
+    owners = [owner for owner in (tokenizer, processor and processor.templated) if owner and owner.chat_template]
     templates = [template for owner in owners for template in _by_name(owner.chat_template).values()]
     if not templates:
         raise UserError(f"{KEY}: the tokenizer of model.path has no chat template. Leave it out.")

@@ -228,7 +228,7 @@ def _num_turns(sample: Sample) -> int:
 def _turns_with_results(
     request: Request, sample: Sample, sampling: Sampling
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Returns the turns whose calls have results, without their end tokens, each behind the tokens in front of it."""
+    """Returns the turns whose calls have results, without their end tokens, each with the tokens in front of it."""
     marked = zip(sample.tokens, sample.generated_mask, strict=True)
     runs = [tuple(token for token, _ in run) for _, run in groupby(marked, itemgetter(1))]
     # A turn that a stop string has ended has no end token.
