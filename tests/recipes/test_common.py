@@ -320,13 +320,13 @@ def test_dapo_with_equal_rewards_samples_until_enough_groups_differ(ranks, count
             (2,),
             1.0,
             [(0, 0), (0, 1)],
-            "dapo: 1 of 3 groups have rewards that differ .*; its update has only these. Look",
+            "dapo: 1 of 3 groups have rewards that differ .*; its update has only these",
         ),
         (
             (1, 1),
             0.0,
             [],
-            "dapo: 0 of 3 groups .*; its update has no sample and leaves the policy as it is. Look at rewa",
+            "dapo: 0 of 3 groups .*; its update has no sample and leaves the policy as it is",
         ),
     ],
 )

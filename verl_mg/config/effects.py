@@ -71,8 +71,8 @@ NEEDS = (
     Needs("profile", "ranks memory", lambda c: c.profile.iterations,
           "no iteration is traced. Set profile.iterations"),
 )  # fmt: skip
-ROLES = ("critic", "reward_model", "process_reward", "reference", "teachers")
-"""Sections of roles that a job may be without."""
+# Not the reference: its section is kept where a penalty is turned off by its coefficient.
+ROLES = ("critic", "reward_model", "process_reward", "teachers")
 
 
 def check_effects(config: Config, roles: Collection[str]) -> None:
@@ -86,14 +86,11 @@ def check_effects(config: Config, roles: Collection[str]) -> None:
         changed = set(_differing(values))
         if unused := [name for name in keys.split() if name in changed]:
             raise UserError(f"{section}.{unused[0]}: it has no effect, since {missing}, or leave it out.")
-    built = {*roles, *(["reference"] if "teachers" in roles else ())}
-    if config.reward.from_model:
-        built.add("reward_model")
+    built = {*roles, "reward_model"} if config.reward.from_model else {*roles}
     for name in _differing(config):
         if name in ROLES and name not in built:
             raise UserError(
-                f"{name}: it has no effect, since the recipe builds no such role with these values of algorithm. Leave "
-                "it out, or choose a recipe or values with this role."
+                f"{name}: it has no effect, since the recipe builds no such role. Leave it out, or choose another one."
             )
 
 
