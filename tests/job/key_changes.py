@@ -123,6 +123,7 @@ EXACT, EVALUATED, SAMPLED = (
 )
 OPTIMIZER, LORA, SET = "actor.optimizer", "actor.lora", "data.test={a: {path: TASK/data/test.jsonl}}"
 SOURCES = "data.train={a: {path: TASK/data/train.jsonl}, b: {path: OTHER/data/train.jsonl}}"
+MIXTURE = "reward={mixture: {a: {function: verl_mg.rewards.exact:score}}}"
 SECTIONS: dict[str, tuple[str, ...]] = {
     "ModelConfig.dtype": ("model.dtype=bfloat16",),
     "DataConfig.train": ("data.train=OTHER/data/train.jsonl",),
@@ -136,7 +137,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "SourceConfig.path": (SOURCES, "data.train.a.path=OTHER/data/train.jsonl"),
     "SourceConfig.weight": (SOURCES, "data.train.a.weight=99"),
     "SourceConfig.prompt_field": (SOURCES, "data.train.a.prompt_field=answer"),
-    "SourceConfig.answer_field": (SOURCES, EXACT, "data.train.a.answer_field=prompt"),
     "SourceConfig.instruction": (SOURCES, "data.train.a.instruction='1'"),
     "SourceConfig.chat_template": (SOURCES, "data.train.a.chat_template=true"),
     "SourceConfig.system_prompt": (SOURCES, "data.chat_template=true", "data.train.a.system_prompt='1'"),
@@ -157,6 +157,22 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "RewardConfig.function": (EXACT,),
     "RewardConfig.mixture": ("reward={mixture: {a: {function: verl_mg.rewards.exact:score}}}",),
+    "WeightedRewardConfig.function": (MIXTURE, "reward.mixture.a.function=recipes/tasks/repeat_digit.py:score"),
+    "WeightedRewardConfig.weight": (MIXTURE, "reward.mixture.a.weight=3"),
+    "CurriculumConfig.low": ("job.iterations=6", "data.curriculum.low=0.9"),
+    "CurriculumConfig.high": ("job.iterations=6", "data.curriculum.high=0.01"),
+    "CurriculumConfig.revisit": ("job.iterations=6", "data.curriculum.low=0.9", "data.curriculum.revisit=1"),
+    "CurriculumConfig.pass_threshold": (
+        *("job.iterations=6", "data.curriculum.low=0.9"),
+        "data.curriculum.pass_threshold=-9",
+    ),
+    "CurriculumConfig.decay": ("job.iterations=6", "data.curriculum.high=0.1", "data.curriculum.decay=0"),
+    "CheckpointConfig.best": (
+        *("job.iterations=5", "checkpoint.every=1", "checkpoint.keep=1"),
+        "checkpoint.best=reward/std",
+    ),
+    "TrackingConfig.prometheus_port": ("tracking.prometheus_port=0",),
+    "RolloutConfig.extra_prompts": ("rollout.extra_prompts=3",),
     "OptimizerConfig.kind": (f"{OPTIMIZER}.kind=muon",),
     "OptimizerConfig.lr": (f"{OPTIMIZER}.lr=0.1",),
     "OptimizerConfig.min_lr": (

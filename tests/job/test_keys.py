@@ -1,13 +1,14 @@
 """Each key of the configuration has a test that fails when the key is ignored.
 
     keys of recipes          a run with another value is another run, or is refused       key_changes.py
-    keys of other sections   the test that keys_and_tests.json names fails                tests/helpers/ignored_key.py
+    keys of other sections   the same, or the test that keys_and_tests.json names fails   tests/helpers/ignored_key.py
 
 A new key needs a row of one of them. `python -m pytest -m nightly tests/job/test_keys.py -k NAME` tries it.
 """
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from functools import cache
@@ -42,11 +43,15 @@ def is_test(node: str) -> bool:
 
 def test_keys_and_tests_have_each_key_of_the_configuration():
     keys = {key for key in owned_keys() if not key.startswith("Config.")}  # those of Config are the sections
-    assert {*TESTS["tests"], *TESTS["refused"], *TESTS["untested"]} == keys
-    assert not TESTS["tests"].keys() & {*TESTS["untested"]}
+    named = [*SECTIONS, *TESTS["tests"], *TESTS["every run"], *TESTS["not tried yet"]]
+    assert sorted(named) == sorted(keys)
     assert {key for _, key in OF_RECIPES} == CHANGES.keys()
     assert set(ELSEWHERE) <= set(OF_RECIPES)
-    assert [node for node in [*TESTS["tests"].values(), *ELSEWHERE.values()] if not is_test(node)] == []
+    assert [
+        node
+        for node in [*TESTS["tests"].values(), *TESTS["not tried yet"].values(), *ELSEWHERE.values()]
+        if node and not is_test(node)
+    ] == []
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +84,22 @@ def test_recipe_run_twice_is_the_same_run(run, name):
 def test_recipe_key_changes_the_run_or_is_refused(run, name, key):
     *others, _ = overrides = changed(name, key)
     usual, other = run(name, tuple(others)), run(name, tuple(overrides))
+    check_change(usual, other, f"algorithm.{key.partition('.')[0]}")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("key", SECTIONS)
+def test_key_changes_the_run_or_is_refused(run, tasks, key):
+    places = {"TASK": str(tasks(0)), "OTHER": str(tasks(1))}
+    *others, own = (re.sub("TASK|OTHER", lambda name: places[name[0]], text) for text in SECTIONS[key])
+    check_change(run("grpo", tuple(others)), run("grpo", (*others, own)), key.partition(".")[2])
+
+
+def check_change(usual: Any, other: Any, key: str) -> None:
+    """Two outcomes differ; an error has to be one that names the key."""
     assert not isinstance(usual, str), usual
-    if isinstance(other, str):
-        assert "UserError" in other and f"algorithm.{key.partition('.')[0]}" in other
     assert usual != other
+    assert not isinstance(other, str) or ("UserError" in other and key in other), other
 
 
 @pytest.mark.nightly
