@@ -22,6 +22,7 @@ from tests.job.key_changes import (
     CHANGES,
     ELSEWHERE,
     NAMES,
+    SECTIONS,
     changed,
     outcome,
     overrides_of,
@@ -47,11 +48,8 @@ def test_keys_and_tests_have_each_key_of_the_configuration():
     assert sorted(named) == sorted(keys)
     assert {key for _, key in OF_RECIPES} == CHANGES.keys()
     assert set(ELSEWHERE) <= set(OF_RECIPES)
-    assert [
-        node
-        for node in [*TESTS["tests"].values(), *TESTS["not tried yet"].values(), *ELSEWHERE.values()]
-        if node and not is_test(node)
-    ] == []
+    nodes = [*TESTS["tests"].values(), *filter(None, TESTS["not tried yet"].values()), *ELSEWHERE.values()]
+    assert [node for node in nodes if not is_test(node)] == []
 
 
 @pytest.fixture(scope="module")
