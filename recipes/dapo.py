@@ -26,7 +26,7 @@ from verl_mg.recipes.common.entropy import add_entropy_bonus
 from verl_mg.recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
 from verl_mg.recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from verl_mg.recipes.common.old_logprobs import OldLogprobs
-from verl_mg.recipes.common.rows import concat_rollouts, response_lengths
+from verl_mg.recipes.common.rows import concat_rollouts, response_lengths, sampling_metrics
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 
@@ -130,5 +130,5 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     )
     job.rollout.update_weights(job.actor)
     kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
-    sampling_metrics = {"dapo/rounds": float(len(rounds)), "dapo/groups": float(len(groups))}
-    return {**sampling_metrics, **metrics, **kl_metrics}
+    sampled = sampling_metrics("dapo", len(rounds), len(groups), cfg.prompts_per_iteration, "rewards that differ")
+    return {**sampled, **metrics, **kl_metrics}

@@ -28,7 +28,7 @@ from verl_mg.recipes.common.entropy import add_entropy_bonus
 from verl_mg.recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
 from verl_mg.recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from verl_mg.recipes.common.old_logprobs import OldLogprobs
-from verl_mg.recipes.common.rows import concat_rollouts
+from verl_mg.recipes.common.rows import concat_rollouts, sampling_metrics
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 
@@ -142,5 +142,6 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     )
     job.rollout.update_weights(job.actor)
     kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
-    sampling_metrics = {"prime/rounds": float(len(rounds)), "prime/groups": float(len(groups))}
-    return {**sampling_metrics, **process_metrics, **metrics, **kl_metrics}
+    kept = "a mean reward from accuracy_low to accuracy_high"
+    sampled = sampling_metrics("prime", len(rounds), len(groups), cfg.prompts_per_iteration, kept)
+    return {**sampled, **process_metrics, **metrics, **kl_metrics}

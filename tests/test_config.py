@@ -1,18 +1,22 @@
 """Reading of the configuration: shipped files are valid, and errors name the key and the remedy."""
 
 import inspect
+import re
 import shutil
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import Field
 
 from tests.recipes.tiny_runs import recipe_of
 from tools.docs.write_configuration_doc import DOCUMENT, document
 from verl_mg.cli import main
-from verl_mg.config import ConfigSection, RecipeConfig, dump_config, load_config, tree_for
+from verl_mg.config import ConfigSection, RecipeConfig, apply_override, dump_config, load_config, tree_for
 from verl_mg.config.reference import sections
 from verl_mg.errors import UserError
 from verl_mg.job.recipe import load_recipe
@@ -75,8 +79,94 @@ def test_dump_config_output_reads_back_equal(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        (" Write it behind ####.", " Write it behind ####."),
+        ("try #1", "try #1"),
+        ("Answer:", "Answer:"),
+        ("a: b", "a: b"),
+        ("  ", "  "),
+        ("'it''s # 1'", "it's # 1"),
+        ('"a\\n"', "a\n"),
+        ("> 5", "> 5"),
+        ("*a, b", "*a, b"),
+        ("007", "007"),
+        ("1:30", "1:30"),
+        ("2026-01-02", "2026-01-02"),
+        ("~x", "~x"),
+        ("1e-5", 1e-5),
+        ("-.5", -0.5),
+        ("0x10", 16),
+        (" 7 ", 7),
+        ("yes", True),
+        ("null", None),
+        ("[010, 1e5, 'a # b', no]", ["010", 1e5, "a # b", False]),
+        ("[a: b]", [{"a": "b"}]),
+    ],
+)
+def test_apply_override_value_is_what_was_typed(text, value):
+    tree: dict[str, Any] = {}
+    apply_override(tree, f"a.b={text}")
+    assert tree == {"a": {"b": value}} and type(tree["a"]["b"]) is type(value)
+
+
+typed = st.one_of(
+    st.text(alphabet="ab #:'\"[]{},~&*!|>%@`-?0129.e_\n", max_size=8),
+    st.text(max_size=6),
+    st.sampled_from(["true", "no", "null", "~", "12", "1.5", "#", " "]).flatmap(
+        lambda t: st.just(t) | st.just(f"{t} #")
+    ),
+)
+
+
+@settings(max_examples=400)
+@given(typed)
+def test_apply_override_uses_a_whole_value_or_refuses_it(text):
+    tree: dict[str, Any] = {}
+    try:
+        apply_override(tree, f"a={text}")
+    except UserError:
+        return
+    value = tree["a"]
+    if text.strip()[:1] in ("'", '"', "[", "{"):  # in front of another value, a comment would swallow that one
+        assert yaml.safe_load(f"[{text}, END]")[1:] == ["END"]
+    elif isinstance(value, str):
+        assert value == text
+    else:  # a number, or a word of YAML
+        assert re.fullmatch(r"\s*[\w.+-]+\s*", text)
+
+
+def test_load_config_file_reads_numbers_as_people_write_them(tmp_path):
+    path = write_config(tmp_path, "model: {path: m}\ndata: {train: d}\njob: {seed: 010}\ntracking: {name: 1:30}\n"
+                        "actor: {optimizer: {lr: 1e-3}}\nmegatron: {transformer: {a: 1e5}}")  # fmt: skip
+    config = load_config(path, ["tracking.project=2026-01-02", "tracking.name=007"], Algorithm)
+    assert (config.job.seed, config.actor.optimizer.lr, config.megatron.transformer) == (10, 1e-3, {"a": 1e5})
+    assert (config.tracking.name, config.tracking.project) == ("007", "2026-01-02")
+    # A text that looks like such a number is written in quotes, so that it is read back as a text.
+    texts = ["1e5", "010", "1:30", "0x1", "~", "no", ".5", "2026-01-02"]
+    again = load_config(path, [f"rollout.stop={texts}"], Algorithm)
+    assert load_config(write_config(tmp_path, dump_config(again)), [], Algorithm).rollout.stop == texts
+
+
+@pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["job.output=[a] # b"],
+            "'job.output=.a. # b': YAML drops what follows # there. Quote the text that ",
+        ),
+        (["data.instruction='a' # b"], "YAML drops what follows #"),
+        (["data.instruction='a' b"], "the value is not valid YAML. Quote it."),
+        (["job.output="], "'job.output=': not a value. Write null, \"''\" for an empty text, or a whole path."),
+        (["job.output=~"], "'job.output=~': not a value. Write null"),
+        (["job.output=~/runs"], "job.output: '~/runs' is not expanded, .* Write the whole path."),
+        (["rollout.tools=[~me/t.py:f]"], "rollout.tools.0: '~me/t.py:f' is not expanded"),
+        (
+            ["tracking.name=7"],
+            "tracking.name: 7 is invalid. Write a text, in quotes where it looks like",
+        ),
+        (["job.output=no"], "job.output: False is invalid. Write a text, in quotes"),
+        (["rollout.sglang={a: 1, b: 2, a: 3}"], "the value is not valid YAML"),
         (["actor.layuot=tp2"], "actor.layuot: unknown key. Did you mean actor.layout?"),
         (["algorithm.groupsize=2"], "Did you mean algorithm.group_size?"),
         (["actor.lr=1"], "Did you mean actor.optimizer.lr?"),
@@ -123,6 +213,7 @@ def test_load_config_unknown_key_is_reported_before_other_problems(others):
     ("text", "message"),
     [
         ("a: [1", "c.yaml:2?1?.*not valid YAML"),
+        ("job: {seed: 1}\njob: {seed: 2}", "c.yaml:1: not valid YAML .the key job is written twice"),
         ("- 1", "not a mapping. Write sections"),
         ("", "model: missing"),
         (None, "c.yaml: cannot be read"),

@@ -1,13 +1,37 @@
 """Batches of several rollouts as one, the newest groups, lengths of responses, and turns of rollouts and data."""
 
+import logging
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.engines.trajectory import NOT_GENERATED
 from verl_mg.errors import UserError
+
+log = logging.getLogger(__name__)
+
+
+def sampling_metrics(recipe: str, rounds: int, groups: int, wanted: int, kept: str) -> dict[str, float]:
+    """Returns the metrics of sampling until enough groups are kept, and warns where there are too few.
+
+    Args:
+        recipe: name of the recipe, which begins the names of the metrics.
+        rounds: rollouts of the iteration.
+        groups: groups that its update has.
+        wanted: groups that it should have.
+        kept: which groups are kept, for the warning.
+    """
+    if groups < wanted and dist.get_rank() == 0:
+        effect = "its update has only these" if groups else "its update has no sample and leaves the policy as it is"
+        log.warning(
+            "%s: %d of %d groups have %s after the largest number of samples, algorithm.max_sampling_rounds; %s. Look "
+            "at reward/mean and the recorded samples: the prompts are too easy or too hard, or the reward is wrong.",
+            recipe, groups, wanted, kept, effect,
+        )  # fmt: skip
+    return {f"{recipe}/rounds": float(rounds), f"{recipe}/groups": float(groups)}
 
 
 def concat_rollouts(batches: Sequence[Batch]) -> Batch:

@@ -72,7 +72,7 @@ def runner_of(model: Path, positions: int) -> RunAgents:
     """A function that runs an agent on requests, and returns the samples and the log of the engine."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     stops = tokenizer.convert_tokens_to_ids(["<|im_end|>"])
-    renderer = ConversationRenderer(tokenizer, stops, {})
+    renderer = ConversationRenderer(tokenizer, stops)
     parser = ReplyParser(tokenizer, "qwen25", None)
 
     def run(

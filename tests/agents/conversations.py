@@ -1,15 +1,23 @@
-"""Tokenizers with chat templates that drop reasoning, render tool calls again, or keep everything."""
+"""Conversations under chat templates that drop reasoning, render tool calls again, or keep everything."""
 
 import string
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from verl_mg.agents.call import Call, assistant_message
+from verl_mg.agents.history import Context, ConversationHistory
 from verl_mg.agents.renderer import ConversationRenderer
+from verl_mg.agents.tool_calls import ReplyParser
+from verl_mg.data.template_options import set_template_options
+from verl_mg.engines.engine import Sample
+from verl_mg.engines.trajectory import NOT_GENERATED
 from verl_mg.models.tiny_model import character_tokenizer
 
 MARKS = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>"]
@@ -99,4 +107,98 @@ def merging_tokenizer(template: str) -> PreTrainedTokenizerFast:
 def renderer_of(template: str, merges: bool = False, **options: Any) -> ConversationRenderer:
     """A renderer whose replies end with `<|im_end|>`; `options` are those of the template."""
     tokenizer = merging_tokenizer(template) if merges else chat_tokenizer(template)
-    return ConversationRenderer(tokenizer, tokenizer.convert_tokens_to_ids(["<|im_end|>"]), options)
+    set_template_options(options, tokenizer)
+    return ConversationRenderer(tokenizer, tokenizer.convert_tokens_to_ids(["<|im_end|>"]))
+
+
+QWEN3 = ReplyParser(chat_tokenizer(KEEPING), "qwen25", "qwen3")
+
+
+@dataclass
+class Conversation:
+    """A session with the log of what an engine was given and has generated."""
+
+    renderer: ConversationRenderer
+    parser: ReplyParser
+    log: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.history = ConversationHistory(self.renderer)
+
+    def ask(self, messages: list[dict[str, Any]], tools: tuple[Any, ...] = ()) -> tuple[Call, Context]:
+        call = Call(tuple(messages), tools)
+        context = self.history.context(call)
+        text = self.renderer.decode(context.tokens)
+        for mark in ("<|im_start|>", "<|im_end|>"):
+            assert text.count(mark) == context.rendered.count(mark), "each message is there once"
+        return call, context
+
+    def answer(
+        self,
+        asked: tuple[Call, Context],
+        written: str | list[int],
+        ends: bool = True,
+        trained: bool = True,
+        end: str = "<|im_end|>",
+    ) -> dict[str, Any]:
+        """Adds a reply, whose policy version is its number, and returns it as a message."""
+        call, context = asked
+        last = self.renderer.tokens(end)
+        spelled = self.renderer.tokens(written) if isinstance(written, str) else tuple(written)
+        text = self.renderer.decode(spelled)
+        tokens = (*spelled, *(last if ends else ())) or last
+        number = len(self.log)
+        self.log.append((context.tokens, tokens if trained else ()))
+        scores, versions = (-0.5 - number,) * len(tokens), (number,) * len(tokens)
+        sample = Sample(0, tokens, scores, versions, "stop" if ends else "length")
+        parsed = self.parser.parse(text, call.tools, context.rendered)
+        message = assistant_message(*parsed[:3])
+        self.history.add(call, context, sample, message, trained=trained, truncated=not ends)
+        return message
+
+    def check(self) -> None:
+        """Each generated token is trained once, behind exactly the tokens that the engine was given."""
+        segments = self.history.segments()
+        seen: dict[int, int] = {}
+        for segment in segments:
+            assert segment.tokens and len(segment.tokens) == len(segment.logprobs) == len(segment.policy_versions)
+            for version in dict.fromkeys(segment.policy_versions):
+                if version == NOT_GENERATED:
+                    continue
+                positions = [i for i, v in enumerate(segment.policy_versions) if v == version]
+                context, generated = self.log[version]
+                assert positions == list(range(positions[0], positions[0] + len(generated)))
+                assert segment.tokens[: positions[0]] == context
+                assert tuple(segment.tokens[i] for i in positions) == generated
+                assert {segment.logprobs[i] for i in positions} == {-0.5 - version}
+                seen[version] = seen.get(version, 0) + 1
+            pairs = zip(segment.logprobs, segment.policy_versions, strict=True)
+            assert not any(logprob for logprob, version in pairs if version == NOT_GENERATED)
+            if segment.prefix_of is not None:
+                source = segments[segment.prefix_of]
+                assert source.tokens[: segment.prefix_length] == segment.tokens[: segment.prefix_length]
+                assert set(segment.policy_versions[: segment.prefix_length]) <= {NOT_GENERATED}
+        assert seen == {number: 1 for number, (_, generated) in enumerate(self.log) if generated}
+
+
+TEXTS = st.text("ab {}<>\n\"'é", max_size=12)
+CALLS = st.sampled_from(
+    [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        '<tool_call>{"arguments":{"a":1,"b": [2]},"name":"add"}</tool_call>',
+        '<think>\nso\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>',
+        'so\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a": {"b": "<é>"}}}\n</tool_call>',
+    ]
+)
+REPLIES = st.one_of(
+    TEXTS,
+    CALLS,
+    CALLS,
+    TEXTS.map(lambda text: f"<think>\n{text}\n</think>\n\nthe answer"),
+    st.tuples(TEXTS, TEXTS).map(lambda pair: f"<think>{pair[0]}</think>{pair[1]}"),
+    st.sampled_from(["<tool_call>\nnot a call\n</tool_call>", "<think>\nunfinished"]),
+)
+
+
+SPELLINGS = st.lists(st.integers(0, 350), max_size=12)
+"""Token ids as a policy may write them: not as the tokenizer would spell their text, and with halves of characters."""

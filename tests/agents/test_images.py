@@ -126,7 +126,7 @@ def test_conversations_with_images_are_rows_with_the_logprobs_of_transformers(fa
     processor, tokenizer = ImageProcessor.read(folder), AutoTokenizer.from_pretrained(folder)
     assert processor is not None
     stops = [tokenizer.eos_token_id]
-    renderer = ConversationRenderer(tokenizer, stops, {}, processor)
+    renderer = ConversationRenderer(tokenizer, stops, processor)
     engine = LoggedEngine(HFEngine(folder, "cpu", torch.float32, processor=processor))
 
     config = RolloutConfig(agent_timeout_s=600.0, agent_failure_reward=-1.0, agent_concurrency=1)

@@ -60,7 +60,7 @@ def test_render_system_message_that_the_template_takes_at_the_beginning_alone_as
 def test_after_reply_is_what_the_template_puts_behind_it():
     tokenizer = chat_tokenizer(KEEPING)
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
-    renderer = ConversationRenderer(tokenizer, [end, eos], {})
+    renderer = ConversationRenderer(tokenizer, [end, eos])
     assert renderer.after_reply("reply<|im_end|>\n", end) == "\n"
     assert renderer.after_reply("reply<|im_end|>\n", eos) == "<|im_end|>\n"
     assert renderer.after_reply("reply\n", end) == ""

@@ -196,7 +196,8 @@ def reweighed(inputs: Path, output: Path) -> tuple[list[dict[str, float]], list[
     file = output / "weights.yaml"
     source = inputs / "rewards.py"
     parts = f"{{length: {{function: '{source}:length', weight: 0.5}}, one: {{function: '{source}:one', weight: 0}}}}"
-    config = config_of(inputs, output, [f"reward.mixture={parts}", f"reward.weights_file={file}"])
+    rewards = [f"reward={{mixture: {parts}}}", f"reward.weights_file={file}"]
+    config = config_of(inputs, output, rewards)
     texts = ["{length: 0.5}", "{length: 2, one: 10}", "{length: [}", None]
     reported, errors = [], []
     with warnings.catch_warnings(record=True) as caught:

@@ -1,5 +1,8 @@
 """Helpers of recipes/common: KL penalty and its adaptation, off-policy weights, batches of several rollouts."""
 
+import io
+import logging
+import re
 from importlib import import_module
 from itertools import pairwise
 
@@ -17,6 +20,7 @@ from verl_mg.distributed import collectives
 from verl_mg.errors import UserError
 from verl_mg.job.recipe import load_recipe
 from verl_mg.recipes import dapo, gdpo, gigpo, grpo, maxrl, mt_grpo, pass_at_k, pf_ppo, prime
+from verl_mg.recipes.common import rows as common_rows
 from verl_mg.recipes.common.kl import (
     KLConfig,
     adapt_kl,
@@ -327,31 +331,58 @@ def dapo_round(round_: int) -> Batch:
     )
 
 
-def run_dapo(max_rounds: int) -> tuple[list[tuple[int, int]], dict[str, float]]:
-    """Groups and samples that this rank trains on, and the metrics."""
-    job = ScriptedJob(dapo_round)
+def run_dapo(max_rounds: int, first_round: int = 0) -> tuple[list[tuple[int, int]], dict[str, float], str]:
+    """Groups and samples that this rank trains on, the metrics, and what it says."""
+    job = ScriptedJob(lambda round_: dapo_round(first_round + round_))
     cfg = dapo.Config(prompts_per_iteration=3, group_size=2, max_sampling_rounds=max_rounds)
-    metrics = dapo.iteration(job, cfg)
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger(common_rows.__name__).addHandler(handler)
+    try:
+        metrics = dapo.iteration(job, cfg)
+    finally:
+        logging.getLogger(common_rows.__name__).removeHandler(handler)
     assert metrics["dapo/rounds"] == job.rounds and job.requested_prompts == [3] * job.rounds
     (batch,) = job.actor.batches
-    return list(zip(batch["group"].tolist(), batch["sample_id"].tolist(), strict=True)), metrics
+    return list(zip(batch["group"].tolist(), batch["sample_id"].tolist(), strict=True)), metrics, said.getvalue()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_dapo_with_equal_rewards_samples_until_enough_groups_differ(ranks, count):
     results = ranks.run(count, run_dapo, 10)
-    assert all(metrics == {"dapo/rounds": 3.0, "dapo/groups": 3.0} for _, metrics in results)
+    assert all(metrics == {"dapo/rounds": 3.0, "dapo/groups": 3.0} for _, metrics, _ in results)
+    assert not any(said for _, _, said in results)
     # The third round has three such groups, and the last of them is one too many.
-    trained = sorted(row for rows_, _ in results for row in rows_)
+    trained = sorted(row for rows_, _, _ in results for row in rows_)
     assert trained == [(group, group + i) for group in (0, 12, 14) for i in (0, 1)]
     # Samples of a group stay together on one rank.
-    assert sum(len({group for group, _ in rows_}) for rows_, _ in results) == 3
+    assert sum(len({group for group, _ in rows_}) for rows_, _, _ in results) == 3
 
 
-def test_dapo_after_the_last_round_trains_on_the_groups_so_far(ranks):
-    results = ranks.run(2, run_dapo, 2)
-    assert all(metrics == {"dapo/rounds": 2.0, "dapo/groups": 1.0} for _, metrics in results)
-    assert sorted(row for rows_, _ in results for row in rows_) == [(0, 0), (0, 1)]
+@pytest.mark.parametrize(
+    ("arguments", "groups", "trained", "said"),
+    [
+        (
+            (2,),
+            1.0,
+            [(0, 0), (0, 1)],
+            "dapo: 1 of 3 groups have rewards that differ .*; its update has only these",
+        ),
+        (
+            (1, 1),
+            0.0,
+            [],
+            "dapo: 0 of 3 groups .*; its update has no sample and leaves the policy as it is",
+        ),
+    ],
+)
+def test_dapo_after_the_last_round_trains_on_the_groups_so_far_and_says_so_once(
+    ranks, arguments, groups, trained, said
+):
+    (_, metrics, first), (_, others, second) = results = ranks.run(2, run_dapo, *arguments)
+    assert metrics == others == {"dapo/rounds": float(arguments[0]), "dapo/groups": groups}
+    assert sorted(row for rows_, _, _ in results for row in rows_) == trained
+    assert re.fullmatch(rf"{said}\. Look at reward/mean .*\n", first) and second == ""
 
 
 def run_prime() -> tuple[list[int], dict[str, float], list[str], list[str]]:

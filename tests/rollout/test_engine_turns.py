@@ -35,7 +35,7 @@ def iteration(folder: Path, engine_name: str) -> dict[str, object]:
     rollout._sampling = replace(rollout._sampling, stop_token_ids=tuple(range(10, 40)))
     conversations = rollout._engines.engine
     if conversations is not None:
-        conversations._format.calls = lambda tokens: [ToolCall("call00000", "calculator", EXPRESSION)]
+        conversations._format.calls = lambda tokens, before: [ToolCall("call00000", "calculator", EXPRESSION)]
         engine = conversations._engine
         requested: dict[str, list[int]] = {}
         generate, answered = engine._generate, engine._complete

@@ -113,7 +113,7 @@ def resumable_job(recipe: str | Path, inputs: Path, output: Path, iterations: in
     settings = [f"job.iterations={iterations}", "rollout.max_new_tokens=5"]
     if recipe != "sft":
         settings += ["algorithm.prompts_per_iteration=6", "algorithm.group_size=2", "algorithm.num_minibatches=2"]
-    for role in ("actor", "critic"):
+    for role in {"actor", "critic"} & set(roles_of(recipe)):
         settings += [f"{role}.optimizer.lr=2e-3", f"{role}.tokens_per_micro_batch=64"]
     handler = logging.StreamHandler(io.StringIO())
     logging.getLogger("verl_mg").addHandler(handler)

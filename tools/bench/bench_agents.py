@@ -106,7 +106,7 @@ def _engine(folder: Path, chosen: argparse.Namespace) -> Iterator[tuple[Path, Ro
 
 def _agents_around(engine: RolloutEngine, model: Path, chosen: argparse.Namespace) -> AgentEngine:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    renderer = ConversationRenderer(tokenizer, [], {})
+    renderer = ConversationRenderer(tokenizer, [])
 
     async def converse(session: Session, sample: Task) -> float:
         messages = list(session.messages)

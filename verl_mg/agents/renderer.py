@@ -21,14 +21,13 @@ if TYPE_CHECKING:
 class ConversationRenderer:
     """Renders messages, tokenizes new text and decodes replies; used in one thread.
 
-    `stop_token_ids` end a reply. `options` are variables of the chat template, such as {"enable_thinking": False}.
+    `stop_token_ids` end a reply.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         stop_token_ids: Sequence[int],
-        options: Mapping[str, Any],
         processor: ImageProcessor | None = None,
     ) -> None:
         if tokenizer.chat_template is None:
@@ -38,7 +37,6 @@ class ConversationRenderer:
             )
         # A copy: a tokenizer is not safe to use in two threads, and the rank has one.
         self._tokenizer, self._processor = copy.deepcopy(tokenizer), processor
-        self._options = dict(options)
         self.piece = functools.cache(lambda token: self.decode([token]))  # text of one token, special ones included
         self.stops = {token: self.decode([token]) for token in stop_token_ids}  # texts of the tokens that end a reply
 
@@ -61,11 +59,11 @@ class ConversationRenderer:
         if self._processor is not None:
             plain = [_without_keys(message) for message in messages]
             schemas = [dict(tool) for tool in tools]
-            return self._processor.render(plain, schemas, add_generation_prompt=for_reply, **self._options)
+            return self._processor.render(plain, schemas, add_generation_prompt=for_reply)
         described: dict[str, Any] = {"tools": list(tools)} if tools else {}
         return str(
             self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=for_reply, **described, **self._options
+                list(messages), tokenize=False, add_generation_prompt=for_reply, **described
             )
         )
 

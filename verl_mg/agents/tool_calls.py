@@ -41,10 +41,11 @@ class ParsedReply(NamedTuple):
     text: str  # text without reasoning and calls
     reasoning: str  # reasoning before the text
     tool_calls: tuple[ToolCall, ...]
+    unread: bool = False  # whether there are calls that cannot be parsed
 
 
 class ReplyParser:
-    """Divides replies into reasoning, text and calls of tools, by parsers of SGLang.
+    """Divides replies into reasoning, text and calls of tools, by parsers of SGLang; reasoning contains no calls.
 
     `tool_call_parser` and `reasoning_parser` are values of SGLang's options of these names; without the second one
     replies have no reasoning. Where SGLang is not installed, there can be no tools.
@@ -60,6 +61,7 @@ class ReplyParser:
             _check("rollout.tool_call_parser", tool_call_parser, self._sglang.tool_calls.ToolCallParserEnum)
             if reasoning_parser:
                 _check("rollout.reasoning_parser", reasoning_parser, self._sglang.reasoning.DetectorMap)
+                self._check_reasoning()
         elif reasoning_parser:
             raise UserError(
                 f"rollout.reasoning_parser={reasoning_parser}: SGLang, whose parsers read reasoning, cannot be "
@@ -76,45 +78,88 @@ class ReplyParser:
         self._kinds(tools)
 
     def parse(self, text: str, tools: Sequence[Mapping[str, Any]], prompt: str = "") -> ParsedReply:
-        """Returns the parts of a reply, given without its end token; text that cannot be parsed stays text."""
-        text, reasoning = self._parse_reasoning(text, prompt)
-        rest, calls = self.parse_calls(text, tools)
-        readable = tuple(call for call in calls if call is not MALFORMED)
-        return ParsedReply(rest if readable else text, reasoning, readable)
+        """Returns the parts of a reply, given without its end token; text that cannot be parsed stays text.
 
-    def parse_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, list[ToolCall]]:
-        """Returns the text around the calls, and the calls: with MALFORMED at the end for those that cannot be parsed.
-
-        Calls of unknown tools are among them: the policy gets an error, of the agent or of ours.
+        Calls of unknown tools are among them: the policy gets an error, of the agent or of ours. `prompt` is the text
+        in front of the reply, of which the end matters: a template may open the reasoning there.
         """
+        text, reasoning = self._parse_reasoning(text, prompt)
+        rest, calls, unread = self._parse_calls(text, tools)
+        return ParsedReply(rest if calls else text, reasoning, calls, unread)
+
+    def _parse_calls(self, text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, tuple[ToolCall, ...], bool]:
+        """Returns the text around the calls, the calls, and whether there are others that cannot be parsed."""
         if not tools or self._sglang is None:
-            return text, []
+            return text, (), False
         parser = self._sglang.tool_calls(self._kinds(tools), self._tool_format, tokenizer=self._tokenizer)
+        text = self._without_later_reasoning(text)
         if not parser.has_tool_call(text):
-            return text, []
+            return text, (), False
         with self._sglang.environment.SGLANG_FORWARD_UNKNOWN_TOOLS.override(True):
             rest, items = _tried(parser.parse_non_stream, text, (text, []))
-        calls = [ToolCall(self._call_id(), item.name or "", item.parameters or "{}") for item in items]
+        calls = tuple(ToolCall(self._call_id(), item.name or "", item.parameters or "{}") for item in items)
         # The parser drops a call that it cannot read; it leaves its mark in the text.
         begin: str = getattr(parser.detector, "bot_token", "")
-        unread = not calls or (begin and text.count(begin) > len(calls))
-        return rest or "", [*calls, MALFORMED] if unread else calls
+        return rest or "", calls, bool(not calls or (begin and text.count(begin) > len(calls)))
 
     def _parse_reasoning(self, text: str, prompt: str) -> tuple[str, str]:
         if not self._reasoning or self._sglang is None:
             return text, ""
-        parser = self._sglang.reasoning(self._reasoning, stream_reasoning=False)  # parsers have state
-        start, end = (getattr(parser.detector, f"think_{mark}_token", None) for mark in ("start", "end"))
+        parser, start, end = self._reasoning_parser()
+        opening = start + getattr(parser.detector, "think_start_self_label", "")
         # A template may open the reasoning at the end of the prompt, or close it there, as with thinking switched off.
         whole, prompt = text, prompt[-PROMPT_END:].rstrip()
-        if start and prompt.endswith(start):
-            whole = start + text
+        if start and prompt.endswith((start, opening.rstrip())):
+            whole = (start if prompt.endswith(start) else opening) + text
         elif end and prompt.endswith(end) and not (start and start in text):
             return text, ""
         thought, rest = _tried(parser.parse_non_stream, whole, (None, text))
+        thought, rest, begins = thought or "", rest or "", bool(start) and whole.lstrip().startswith(start)
+        is_forced = getattr(parser.detector, "_in_reasoning", True)
+        if start and start in thought and not (begins or is_forced):
+            return text, ""  # a text that mentions the mark, which SGLang's parsers take for reasoning
+        called, inside = getattr(parser.detector, "tool_start_token", None), whole.lstrip().removeprefix(opening)
+        if (
+            called
+            and end not in whole
+            and (
+                (rest.startswith(called) and (begins or thought.strip())) or (begins and rest.strip() == inside.strip())
+            )
+        ):
+            # These parsers end reasoning that nothing closes at a call, or where there is none take it for text.
+            thought, rest = inside, ""
+        if start and rest.startswith(2 * start):  # of a parser that adds the mark which the prompt has
+            rest = rest.removeprefix(start)
         if not thought and rest == text:
             return text, ""
-        return (rest or "").lstrip("\n"), (thought or "").strip("\n")  # the line breaks belong to the marks
+        return rest.lstrip("\n"), thought.strip("\n")  # the line breaks belong to the marks
+
+    def _without_later_reasoning(self, text: str) -> str:
+        """Returns a text without what is between marks of reasoning, or after a mark that nothing closes."""
+        if not self._reasoning:
+            return text
+        _, start, end = self._reasoning_parser()
+        kept, opened, text = text.partition(start) if start and end else (text, "", "")
+        while opened:
+            spoken, opened, text = text.partition(end)[2].partition(start)
+            kept += spoken
+        return kept
+
+    def _reasoning_parser(self) -> tuple[Any, str, str]:
+        """Returns a parser of reasoning, which has state, and the marks around reasoning; "" where it knows none."""
+        assert self._sglang is not None
+        parser = self._sglang.reasoning(self._reasoning, stream_reasoning=False, tokenizer=self._tokenizer)
+        start, end = (getattr(parser.detector, f"think_{mark}_token", None) or "" for mark in ("start", "end"))
+        return parser, start, end
+
+    def _check_reasoning(self) -> None:
+        try:
+            self._reasoning_parser()
+        except ValueError as error:  # it needs what only some tokenizers have
+            raise UserError(
+                f"rollout.reasoning_parser={self._reasoning}: SGLang's parser does not fit this model ({error}). Write "
+                "the parser of the model's family."
+            ) from None
 
     def _kinds(self, tools: Sequence[Mapping[str, Any]]) -> list[Any]:
         return [self._sglang.tool.model_validate(tool) for tool in tools] if self._sglang is not None else []

@@ -19,6 +19,7 @@ from verl_mg.config.data import (
     SourceConfig,
     WeightedRewardConfig,
 )
+from verl_mg.config.optimizer import OptimizerConfig
 from verl_mg.config.reading import apply_override, dump_config, load_config, read_tree, validate_config
 from verl_mg.config.roles import (
     CriticConfig,
@@ -26,7 +27,6 @@ from verl_mg.config.roles import (
     GuardConfig,
     LoraConfig,
     MaxMismatch,
-    OptimizerConfig,
     Recompute,
     ReferenceConfig,
     RoleSection,

@@ -70,6 +70,11 @@ class ImageProcessor:
             raise UserError(f"{folder}: no processor of images. Add preprocessor_config.json and chat_template.jinja.")
         return cls(processor, folder)
 
+    @property
+    def templated(self) -> Any:
+        """The part that has a chat template."""
+        return self._processor
+
     # -- tokens
 
     @cached_property

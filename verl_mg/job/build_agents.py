@@ -38,7 +38,7 @@ def agent_wrapper(
     UserError if there is no such agent, the tokenizer has no chat template, or SGLang no such parser.
     """
     agent = load_agent(rollout)
-    renderer = ConversationRenderer(tokenizer, stop_token_ids, rollout.chat_template_options, processor)
+    renderer = ConversationRenderer(tokenizer, stop_token_ids, processor)
     parser = ReplyParser(tokenizer, rollout.tool_call_parser, rollout.reasoning_parser)
 
     def wrap(engine: RolloutEngine) -> RolloutEngine:

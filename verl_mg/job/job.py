@@ -29,6 +29,7 @@ from verl_mg.agents.tools.multi_turn import MultiTurnEngine
 from verl_mg.batch import Batch
 from verl_mg.choice import Choice
 from verl_mg.config import Config
+from verl_mg.config.effects import check_effects
 from verl_mg.data import (
     Prompt,
     PromptFeed,
@@ -41,6 +42,7 @@ from verl_mg.data import (
 )
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.data.images import ImageLimits
+from verl_mg.data.template_options import check_options_are_used, set_template_options
 from verl_mg.distributed import collectives
 from verl_mg.engines import RolloutEngine, Sampling
 from verl_mg.engines.request_tracker import routed_shape
@@ -119,6 +121,8 @@ class RunningJob:
         self.state: dict[str, float | Batch] = {}
         torch.manual_seed(config.job.seed)
         # Checks come first, because a wrong key should cost seconds, not the time of loading models.
+        if not evaluates_only:  # a configuration of evaluations is that of the run, or has few keys
+            check_effects(config, roles)
         models = self._checked_models(learns, from_checkpoint, has_engines="rollout" in roles and rollout is None)
         self._read_data(evaluates_only)
         models.check_images(roles, self.prompts)
@@ -362,6 +366,7 @@ class RunningJob:
         config, path = self.config, self.config.model.path
         self._sets, self._evaluates_only = evaluation_sets(config), evaluates_only
         self.tokenizer, self.processor = read_tokenizer(path), ImageProcessor.read(path)
+        set_template_options(config.rollout.chat_template_options, self.tokenizer, self.processor)
         self._model, self._place = read_any_config(path), (dist.get_rank(), dist.get_world_size())
         self._tools = load_tools(config.rollout.tools)
         self._schemas = [tool.schema for tool in self._tools]
@@ -382,6 +387,8 @@ class RunningJob:
         # config.json and tokenizer may name different end tokens; a response ends at any of them.
         stops = {*self._model.eos_token_ids, self.tokenizer.eos_token_id} - {None}
         self.sample_texts = SampleTexts(self.prompts, self.tokenizer, tuple(sorted(stops)))
+        if config.rollout.chat_template_options and not (config.rollout.has_agents or self._tools):
+            check_options_are_used([*self.prompts, *(self.test_prompts or ())])
 
     def _build_models(self, models: ModelRoleBuilder) -> None:
         self.roles: Mapping[str, Role] = {name: models.build(name) for name in models.model_roles(self.requested)}
@@ -471,7 +478,8 @@ class RunningJob:
         config, tools = self.config.rollout, self._tools
         if not tools:
             return lambda engine: engine
-        dialogue = ToolCallFormat(self.tokenizer, tools, config.tool_call_parser, self.processor)
+        parsers = config.tool_call_parser, config.reasoning_parser
+        dialogue = ToolCallFormat(self.tokenizer, tools, *parsers, self.processor)
         turns, timeout = config.max_turns, config.tool_timeout_s
 
         def with_turns(engine: RolloutEngine) -> RolloutEngine:

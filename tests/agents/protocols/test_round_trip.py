@@ -1,5 +1,6 @@
 """A reply that comes back as a message of a later request is the message that the policy has written."""
 
+import functools
 import json
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.agents.conversations import CALLS, KEEPING, QWEN3, REPLIES, SPELLINGS, THINKING, Conversation, renderer_of
 from tests.agents.protocols.exchanges import CHAT, MESSAGES, RESPONSES, exchange_of, sent_events
 from verl_mg.agents.call import Reply, ReplyToken
 from verl_mg.agents.protocols import Exchange
@@ -162,3 +164,69 @@ def test_response_events_after_keep_alives_are_numbered_without_a_gap(earlier):
     events = kept + list(sent_events(exchange, exchange.body(reply), earlier))
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert [event["type"] for event in events].count("response.created") == 1
+
+
+QUESTIONS = st.text("ab {}<>\n\"'é\U0001f600", min_size=1, max_size=8)
+SEARCH = {"name": "search", "parameters": {"type": "object", "properties": {}}}
+TOOL_LISTS: dict[str, list[Json]] = {
+    CHAT: [{"type": "function", "function": SEARCH}],
+    RESPONSES: [{"type": "function"} | SEARCH],
+    MESSAGES: [{"name": "search", "input_schema": SEARCH["parameters"]}],
+}
+_renderer = functools.cache(lambda template: renderer_of(template, merges=True))
+
+
+def following(path: str, body: Json, answers: list[str], question: str) -> list[Json]:
+    """What a client of an API adds to its conversation: the reply, and results of its calls or a question."""
+    if path == CHAT:
+        message = body["choices"][0]["message"]
+        names = [call["id"] for call in message.get("tool_calls") or ()]
+        results = [
+            {"role": "tool", "tool_call_id": i, "content": text} for i, text in zip(names, answers, strict=False)
+        ]
+        return [message, *(results or [{"role": "user", "content": question}])]
+    if path == RESPONSES:
+        names = [item["call_id"] for item in body["output"] if item["type"] == "function_call"]
+        results = [
+            {"type": "function_call_output", "call_id": i, "output": text}
+            for i, text in zip(names, answers, strict=False)
+        ]
+        return [*body["output"], *(results or [{"role": "user", "content": question}])]
+    names = [block["id"] for block in body["content"] if block["type"] == "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": i, "content": text} for i, text in zip(names, answers, strict=False)
+    ]
+    return [{"role": "assistant", "content": body["content"]}, {"role": "user", "content": results or question}]
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+@pytest.mark.parametrize("template", [pytest.param(KEEPING, id="keeping"), pytest.param(THINKING, id="thinking")])
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_reply_sent_back_is_accepted_and_changes_no_token(path, template, data):
+    conversation, memory = Conversation(_renderer(template), QWEN3), SessionMemory()
+    history: list[Json] = [{"role": "user", "content": data.draw(QUESTIONS)}]
+    tokens: tuple[int, ...] = ()
+    two_calls = st.tuples(CALLS, CALLS).map("".join)
+    for _ in range(3):
+        field = "input" if path == RESPONSES else "messages"
+        exchange = read(path, memory, tools=TOOL_LISTS[path], **{field: history})
+        asked = conversation.ask(list(exchange.call.messages), exchange.call.tools)
+        assert asked[1].tokens[: len(tokens)] == tokens
+        written = data.draw(st.one_of(REPLIES, SPELLINGS, two_calls, st.text(max_size=9), st.just("")))
+        if isinstance(written, str):  # halves of characters have no spelling
+            written = written.encode("utf-8", "replace").decode().replace("<|im_", "")
+        ends = data.draw(st.booleans())
+        message = conversation.answer(asked, written, ends)
+        calls = tuple(
+            ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+            for call in message.get("tool_calls", ())
+        )
+        finish: Any = "tool_calls" if calls else "stop" if ends else "length"
+        reply = Reply(message["content"], message.get("reasoning_content", ""), calls, finish, (), 9, 4)
+        body = through_json(exchange.body(reply))
+        answers = data.draw(st.lists(QUESTIONS, min_size=len(calls), max_size=len(calls)))
+        history += following(path, body, answers, data.draw(QUESTIONS))
+        # The other template writes earlier replies without their reasoning, which begins another segment.
+        tokens = (*asked[1].tokens, *conversation.log[-1][1]) if template is KEEPING else ()
+    conversation.check()

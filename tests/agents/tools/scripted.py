@@ -131,7 +131,9 @@ def worded(*results: str) -> tuple[int, ...]:
 SAMPLING = Sampling(max_new_tokens=1000, stop_token_ids=(EOS,))
 
 
-def conversations(engine: RolloutEngine, tools: Sequence[Any] = (calculator,), **options: Any) -> MultiTurnEngine:
+def conversations(
+    engine: RolloutEngine, tools: Sequence[Any] = (calculator,), reasoning: str | None = None, **options: Any
+) -> MultiTurnEngine:
     built = [tool if isinstance(tool, Tool) else Tool.from_function(tool) for tool in tools]
     options = {"max_turns": 3, "tool_timeout": 60} | options
-    return MultiTurnEngine(engine, ToolCallFormat(TOKENIZER, built, "qwen25"), built, **options)
+    return MultiTurnEngine(engine, ToolCallFormat(TOKENIZER, built, "qwen25", reasoning), built, **options)

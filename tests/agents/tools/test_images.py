@@ -61,7 +61,7 @@ class Written(Scripted):
 
 def conversation(engine: Written, model: Path, processor: ImageProcessor | None, request: Request) -> Sample:
     tokenizer, tools = AutoTokenizer.from_pretrained(model), [Tool.from_function(f) for f in (look, broken)]
-    dialogue = ToolCallFormat(tokenizer, tools, "qwen25", processor)
+    dialogue = ToolCallFormat(tokenizer, tools, "qwen25", None, processor)
     turns = MultiTurnEngine(engine, dialogue, tools, max_turns=3, tool_timeout=30)
     (sample,) = turns.generate([request], SAMPLING)
     turns.close()

@@ -129,6 +129,18 @@ def test_collect_failed_call_is_observed_as_an_error(text, result):
     assert observed(text, tools=[calculator, endless], tool_timeout=limit) == worded(result)
 
 
+@pytest.mark.parametrize("opened", [False, True])
+def test_collect_call_in_the_reasoning_is_not_made(opened):
+    # The template of a model that always thinks opens the reasoning at the end of the prompt.
+    prompt, mark = (encode("?<think>"), "") if opened else (encode("?"), "<think>")
+    turns = turns_of(f"{mark}or {CALL}</think>{CALL}", f"<think>or {CALL}</think>7", "never")
+    engine = conversations(Scripted(turns), reasoning="qwen3")
+    engine.submit([Request(0, prompt, 0)], SAMPLING)
+    (sample,) = engine.collect(60)
+    text = TOKENIZER.decode(sample.tokens)
+    assert text.count("<tool_response>") == 1 and "never" not in text
+
+
 def test_collect_result_that_is_not_unicode_is_replaced():
     def files() -> str:
         """List files, whose names may be any bytes."""
@@ -291,7 +303,7 @@ def test_abort_from_another_thread_ends_collect():
 class EveryTurnCalls:
     """In place of a `ToolCallFormat`, for models that write nothing sensible."""
 
-    def calls(self, tokens: Sequence[int]) -> list[ToolCall]:
+    def calls(self, tokens: Sequence[int], before: Sequence[int]) -> list[ToolCall]:
         return [ToolCall("c1", "add", json.dumps({"numbers": list(tokens)}))]
 
     def result(self, name: str, output: str) -> ToolResult:

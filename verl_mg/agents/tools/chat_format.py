@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_mg.agents.tool_calls import ReplyParser, ToolCall
+from verl_mg.agents.tool_calls import MALFORMED, PROMPT_END, ReplyParser, ToolCall
 from verl_mg.agents.tools.tool import Tool, ToolOutput
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages
@@ -51,18 +51,23 @@ class ToolCallFormat:
         tokenizer: PreTrainedTokenizerBase,
         tools: Sequence[Tool],
         tool_call_parser: str,
+        reasoning_parser: str | None = None,
         processor: ImageProcessor | None = None,
     ) -> None:
         self._tokenizer, self._processor = tokenizer, processor
         self._schemas = [tool.schema for tool in tools]
-        self._parser = ReplyParser(tokenizer, tool_call_parser)
+        self._parser = ReplyParser(tokenizer, tool_call_parser, reasoning_parser)
         self._parser.check_tools(self._schemas)
         self._check_template()
 
-    def calls(self, tokens: Sequence[int]) -> list[ToolCall]:
-        """Parses the calls of a turn, given without its end token; calls that cannot be parsed give MALFORMED."""
-        text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return self._parser.parse_calls(text, self._schemas)[1]
+    def calls(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[ToolCall]:
+        """Parses the calls of a turn, given without its end token; MALFORMED stands for those that cannot be parsed.
+
+        `before` are the tokens in front of the turn.
+        """
+        text, prompt = map(self._decode, (tokens, before[-PROMPT_END:]))
+        parsed = self._parser.parse(text, self._schemas, prompt)
+        return [*parsed.tool_calls, *([MALFORMED] if parsed.unread else [])]
 
     def result(self, name: str, output: str | ToolOutput) -> ToolResult:
         """Returns the result of a call; a policy that reads only text gets "(an image)" for each image."""
@@ -79,6 +84,10 @@ class ToolCallFormat:
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         # The template ends the turn with the token that the model has already generated.
         return tuple(tokens[1:] if tokens[:1] == [last] else tokens)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
 
     def _format_results(self, results: Sequence[ToolResult]) -> str:
         if self._tokenizer.chat_template is None:

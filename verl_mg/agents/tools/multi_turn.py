@@ -145,17 +145,19 @@ class MultiTurnEngine(EngineWrapper):
 
     def _process(self, sample: Sample) -> None:
         """Starts the calls of a sample from the engine, or completes the sample."""
-        sampling = self._requests[sample.id][1]
+        request, sampling = self._requests[sample.id]
         calls: list[ToolCall] = []
         if sample.finish == "stop" and _num_turns(sample) < self._max_turns:
-            calls = self._format.calls(_last_turn(sample, sampling))
+            start = last_turn_start(sample)
+            turn = sample.tokens[start:-1] if _stopped(sample, sampling) else sample.tokens[start:]
+            calls = self._format.calls(turn, (*request.prompt, *sample.tokens[:start]))
         if not calls:
             self._complete(sample)
         elif sample.id in self._aborted:  # the engine has completed the turn before the abort reached it
             self._complete(replace(sample, finish="abort"))
         else:
             if not self._runner.has_begun(sample.id):
-                self._begin_calls(*self._requests[sample.id])
+                self._begin_calls(request, sampling)
             results = self._runner.start(sample.id, calls)
             self._pending[sample.id] = _PendingCalls(sample, calls, results)
             results.add_done_callback(lambda future: self._with_results.put((sample.id, future)))
@@ -170,8 +172,8 @@ class MultiTurnEngine(EngineWrapper):
     def _begin_calls(self, request: Request, sampling: Sampling) -> None:
         origin, earlier = request.origin, []
         if request.partial is not None and self._runner.has_states:
-            turns = _turns_with_results(request.partial, sampling)
-            earlier = [call for turn in turns for call in self._format.calls(turn)]
+            turns = _turns_with_results(request, request.partial, sampling)
+            earlier = [call for before, turn in turns for call in self._format.calls(turn, before)]
         sample = ToolSample(origin.text, origin.answer, origin.record) if origin else ToolSample("", None, {})
         self._runner.begin(request.id, sample, earlier)
 
@@ -223,17 +225,15 @@ def _num_turns(sample: Sample) -> int:
     return 1 + sum(not generated for generated, _ in groupby(sample.generated_mask))
 
 
-def _last_turn(sample: Sample, sampling: Sampling) -> tuple[int, ...]:
-    """Returns the tokens generated since the last tool result, without the end token."""
-    turn = sample.tokens[last_turn_start(sample) :]
-    return turn[:-1] if _stopped(sample, sampling) else turn
-
-
-def _turns_with_results(sample: Sample, sampling: Sampling) -> list[tuple[int, ...]]:
-    """Returns the turns whose calls have results, without their end tokens; one that a stop string ended has none."""
+def _turns_with_results(
+    request: Request, sample: Sample, sampling: Sampling
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Returns the turns whose calls have results, without their end tokens, each with the tokens in front of it."""
     marked = zip(sample.tokens, sample.generated_mask, strict=True)
-    runs = [[token for token, _ in run] for _, run in groupby(marked, itemgetter(1))]
-    return [tuple(run[:-1] if run[-1] in sampling.stop_token_ids else run) for run in runs[:-1:2]]
+    runs = [tuple(token for token, _ in run) for _, run in groupby(marked, itemgetter(1))]
+    # A turn that a stop string has ended has no end token.
+    turns = [run[:-1] if run[-1] in sampling.stop_token_ids else run for run in runs[:-1:2]]
+    return list(zip([request.prompt, *runs[1::2]], turns, strict=False))
 
 
 def _with_observation(sample: Sample, tokens: tuple[int, ...], images: RowImages) -> Sample:

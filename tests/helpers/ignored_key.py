@@ -1,0 +1,41 @@
+"""Plugin of pytest: a key of the configuration reads as its default, so that the test that needs it has to fail.
+
+    python -m pytest -p tests.helpers.ignored_key --ignored-key RolloutConfig.top_p tests/...
+
+The ranks of the pool, which are forked later, ignore it too; processes that a test starts do not.
+"""
+
+import pytest
+from pydantic import BaseModel
+
+from verl_mg.config import Config
+from verl_mg.config.keys import subsection
+
+
+def owned_keys(section: type[BaseModel] = Config) -> dict[str, type[BaseModel]]:
+    """Each key as CLASS.NAME, by the class that declares it and all that inherit it, with that class."""
+    found: dict[str, type[BaseModel]] = {}
+    for name, field in section.model_fields.items():
+        owner = next(base for base in reversed(section.__mro__) if name in getattr(base, "__annotations__", ()))
+        found[f"{owner.__name__}.{name}"] = owner
+        if inner := subsection(field.annotation):
+            found |= owned_keys(inner[1])
+    return found
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--ignored-key", required=True, help="CLASS.NAME of a key that reads as its default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    key = config.getoption("--ignored-key")
+    owner, name = owned_keys()[key], key.partition(".")[2]
+    # Validation still reads the value; only a descriptor of the class hides it from whoever reads the section.
+    setattr(
+        owner, name, property(lambda section: type(section).model_fields[name].get_default(call_default_factory=True))
+    )
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    key = config.getoption("--ignored-key")
+    delattr(owned_keys()[key], key.partition(".")[2])

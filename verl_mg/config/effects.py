@@ -1,0 +1,101 @@
+"""Keys that have an effect only with others: without these, another value than the default is refused.
+
+    Needs("rollout", "max_turns tool_timeout_s", lambda c: c.rollout.tools, "there are no tools. Set rollout.tools")
+
+Keys that depend on their own section are refused there, and those that depend on ranks or an engine in `checks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from verl_mg.config.tree import Config
+from verl_mg.errors import UserError
+
+
+class Needs(NamedTuple):
+    """Keys of one section, and when they have an effect."""
+
+    section: str
+    keys: str
+    condition: Callable[[Config], object]
+    missing: str  # why they have none, and what to write
+
+
+def _has_backend(name: str) -> Callable[[Config], bool]:
+    return lambda c: any(
+        role.backend == name
+        for role in (c.actor, c.critic, c.reward_model, c.process_reward, c.reference, *c.teachers.values())
+    )
+
+
+AGENTS = "agent_options agent_timeout_s agent_concurrency agent_retries agent_failure_reward agent_trained agent_host"
+NEEDS = (
+    Needs("rollout", "max_turns tool_timeout_s", lambda c: c.rollout.tools, "there are no tools. Set rollout.tools"),
+    Needs("rollout", "tool_call_parser reasoning_parser", lambda c: c.rollout.tools or c.rollout.has_agents,
+          "neither tools nor agents read replies. Set rollout.tools or rollout.agent"),
+    Needs("rollout", AGENTS, lambda c: c.rollout.has_agents, "no agent makes the samples. Set rollout.agent"),
+    Needs("rollout", "max_staleness stale keep_kv_cache", lambda c: c.rollout.mode == "async",
+          "weights never reach requests in flight. Set rollout.mode=async"),
+    Needs("rollout", "vllm", lambda c: c.rollout.engine == "vllm",
+          "these are arguments of another engine. Set rollout.engine=vllm"),
+    Needs("rollout", "sglang", lambda c: c.rollout.engine == "sglang",
+          "these are arguments of another engine. Set rollout.engine=sglang"),
+    Needs("rollout", "python", lambda c: c.rollout.engine != "hf" and not c.rollout.has_servers,
+          "the job starts no process of an engine. Set rollout.engine=sglang or vllm"),
+    Needs("rollout", "api_key_env admin_key_env weight_transfer", lambda c: c.rollout.has_servers,
+          "the job starts its engines itself. Set rollout.urls"),
+    Needs("rollout", "shared_folder", lambda c: c.rollout.has_servers and c.rollout.weight_transfer == "disk",
+          "weights do not travel through files. Set rollout.weight_transfer=disk and rollout.urls"),
+    Needs("evaluation", "every prompts samples temperature top_p max_new_tokens stop k pass_threshold",
+          lambda c: c.data.test is not None, "there is nothing to evaluate on. Set data.test"),
+    Needs("data.curriculum", "revisit pass_threshold decay", lambda c: c.data.curriculum.low > 0
+          or c.data.curriculum.high < 1, "no prompt is left out. Set data.curriculum.low or high"),
+    Needs("reward", "function options mixture weights_file workers", lambda c: not c.reward.from_model,
+          "reward.from_model=true runs no reward functions. Set reward.from_model=false"),
+    Needs("reward", "function", lambda c: not c.reward.mixture,
+          "the rewards of reward.mixture replace it. Write it as one of them"),
+    Needs("actor.guard", "action", lambda c: c.actor.guard.max_kl is not None,
+          "no divergence is too large. Set actor.guard.max_kl"),
+    Needs("fsdp", "replicas reshard_after_forward freeze_vision_tower cpu_offload", _has_backend("fsdp"),
+          "no role has this backend. Set actor.backend=fsdp"),
+    Needs("megatron", "transformer optimizer ddp", _has_backend("megatron"),
+          "no role has this backend. Set actor.backend=megatron"),
+    Needs("tracking", "project samples", lambda c: c.tracking.services,
+          "no service receives it. Set tracking.services"),
+    Needs("tracking", "prometheus_host", lambda c: c.tracking.prometheus_port is not None,
+          "no port is open. Set tracking.prometheus_port"),
+    Needs("profile", "ranks memory", lambda c: c.profile.iterations,
+          "no iteration is traced. Set profile.iterations"),
+)  # fmt: skip
+# Not the reference: its section is kept where a penalty is turned off by its coefficient.
+ROLES = ("critic", "reward_model", "process_reward", "teachers")
+
+
+def check_effects(config: Config, roles: Collection[str]) -> None:
+    """Raises UserError for the first key, not at its default, without effect in a job whose recipe requests `roles`."""
+    for section, keys, condition, missing in NEEDS:
+        if condition(config):
+            continue
+        values: Any = config
+        for name in section.split("."):
+            values = getattr(values, name)
+        changed = set(_differing(values))
+        if unused := [name for name in keys.split() if name in changed]:
+            raise UserError(f"{section}.{unused[0]}: it has no effect, since {missing}, or leave it out.")
+    built = {*roles, "reward_model"} if config.reward.from_model else {*roles}
+    for name in _differing(config):
+        if name in ROLES and name not in built:
+            raise UserError(
+                f"{name}: it has no effect, since the recipe builds no such role. Leave it out, or choose another one."
+            )
+
+
+def _differing(section: BaseModel) -> Iterator[str]:
+    """Yields the keys of a section whose values are not the defaults."""
+    for name, field in type(section).model_fields.items():
+        if not field.is_required() and getattr(section, name) != field.get_default(call_default_factory=True):
+            yield name
