@@ -41,6 +41,7 @@ from verl_mg.data import (
 )
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.data.images import ImageLimits
+from verl_mg.data.stop_tokens import read_stop_tokens
 from verl_mg.distributed import collectives
 from verl_mg.engines import RolloutEngine, Sampling
 from verl_mg.engines.request_tracker import routed_shape
@@ -236,6 +237,7 @@ class RunningJob:
         else:
             title, of_engine = f"{title}, not started", passed_choices(self.config, self.actor)
         unused = () if self.actor.runner.table.config.experts else ("experts",)
+        of_engine = of_engine | self._stops.described(self.tokenizer)
         return rows | {title: [Choice(part, how) for part, how in of_engine.items() if part not in unused]}
 
     # -- around an iteration
@@ -363,6 +365,7 @@ class RunningJob:
         self._sets, self._evaluates_only = evaluation_sets(config), evaluates_only
         self.tokenizer, self.processor = read_tokenizer(path), ImageProcessor.read(path)
         self._model, self._place = read_any_config(path), (dist.get_rank(), dist.get_world_size())
+        self._stops = read_stop_tokens(path, self.tokenizer)
         self._tools = load_tools(config.rollout.tools)
         self._schemas = [tool.schema for tool in self._tools]
         options: dict[str, Any] = {
@@ -416,15 +419,13 @@ class RunningJob:
         config, model = self.config.rollout, self._model
         self._check_lengths(() if self._evaluates_only else self.prompts, model.max_positions)
         self._check_lengths(self.test_prompts or (), model.max_positions)
-        # config.json and tokenizer may name different end tokens; a response ends at any of them.
-        stops = {*model.eos_token_ids, self.tokenizer.eos_token_id} - {None}
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
             min_p=config.min_p,
-            stop_token_ids=tuple(sorted(stops)),
+            stop_token_ids=self._stops.ids,
             stop=tuple(config.stop),
             # A context with a placeholder that has no image is invalid, so the policy must not draw one.
             excluded_token_ids=self.processor.placeholder_ids if self.processor else (),
