@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -69,7 +70,7 @@ from verl_mg.roles.teachers import Teachers
 from verl_mg.rollout.async_rollout import AsyncRollout
 from verl_mg.rollout.engine_group import EngineGroup, InFlightEngineGroup, WrapEngine
 from verl_mg.rollout.groups import StalenessBound
-from verl_mg.rollout.mismatch_check import MismatchCheck, Precision
+from verl_mg.rollout.mismatch_check import MismatchCheck
 from verl_mg.rollout.rollout import Rollout, RolloutSetup, RolloutSource
 from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.rows.samples import RolloutRecord
@@ -249,6 +250,7 @@ class RunningJob:
                 raise RuntimeError(f"{name}: no checkpoint has restored {', '.join(sorted(role.runner.unrestored))}")
         if self._rollout is not None:
             self._rollout.update_weights(self.actor)
+            self._probe_engines()
             self._rollout.resume_in_flight()
 
     def begin(self, iteration: int) -> dict[str, float]:
@@ -417,7 +419,7 @@ class RunningJob:
 
     def _build_rollout(self, records: list[RolloutRecord], learns: bool) -> Rollout:
         config, model = self.config.rollout, self._model
-        self._check_lengths(() if self._evaluates_only else self.prompts, model.max_positions)
+        longest = self._check_lengths(() if self._evaluates_only else self.prompts, model.max_positions)
         self._check_lengths(self.test_prompts or (), model.max_positions)
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
@@ -442,8 +444,9 @@ class RunningJob:
         self._engines = engines = build_engine_group(
             self.config, self.actor, self.context, wrap, self.processor, decode
         )
-        precision = Precision.of(self.actor, self.config)
-        check = MismatchCheck(config.max_mismatch, precision, self.actor, self.prompts)
+        check = MismatchCheck.of(self.config, self.actor, self.prompts)
+        routed = routed_shape(self.config.model.path) if config.replay_routing else None
+        self._probe_engines = partial(check.probe, engines, longest, sampling, routed) if learns else lambda: None
         setup = RolloutSetup(
             sampling=sampling,
             seed=self.config.job.seed,
@@ -451,7 +454,7 @@ class RunningJob:
             prompts=self.prompts,
             records=records,
             reward=self._reward,
-            routed_shape=routed_shape(self.config.model.path) if config.replay_routing else None,
+            routed_shape=routed,
             check=check if learns else None,
         )
         if config.mode == "async":
@@ -480,14 +483,17 @@ class RunningJob:
 
         return with_turns
 
-    def _check_lengths(self, prompts: Iterable[Prompt], positions: int) -> None:
+    def _check_lengths(self, prompts: Iterable[Prompt], positions: int) -> int:
+        """Returns the length of the longest row, which the model must have."""
         of_test = {of_set.name: of_set.sampling["max_new_tokens"] for of_set in self._sets}
         limits = of_test if prompts is self.test_prompts else {}
+        longest = 0
         for prompt in prompts:
             limit = int(limits.get(prompt.source, self.config.rollout.max_new_tokens))
-            if len(prompt.tokens) + limit > positions:
+            if (longest := max(longest, len(prompt.tokens) + limit)) > positions:
                 raise UserError(
                     f"{prompt.place}: the prompt has {len(prompt.tokens)} tokens, with max_new_tokens={limit} that is "
                     f"more than the {positions} positions of the model; lower rollout.max_new_tokens or that of the "
                     "set, or lower data.max_prompt_tokens with data.overlong_prompts=drop"
                 )
+        return longest
