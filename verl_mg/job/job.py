@@ -250,7 +250,8 @@ class RunningJob:
                 raise RuntimeError(f"{name}: no checkpoint has restored {', '.join(sorted(role.runner.unrestored))}")
         if self._rollout is not None:
             self._rollout.update_weights(self.actor)
-            self._probe_engines()
+            if self._engines:
+                self._probe_engines()
             self._rollout.resume_in_flight()
 
     def begin(self, iteration: int) -> dict[str, float]:

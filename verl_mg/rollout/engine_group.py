@@ -48,7 +48,7 @@ class EngineGroup(ABC):
     engine: RolloutEngine | None
     """This rank's engine, if it leads one."""
     can_generate_alone = False
-    """Whether an engine computes with another module than `transformers`' own in the rank's process."""
+    """Whether engines have their own implementation of the model, which a request can probe."""
     rows_are_local = False
     """Whether each rank has the rows that a recipe wants there as soon as they are generated."""
 

@@ -5,9 +5,9 @@
                     mean |difference| over all ranks above the bound: all ranks raise, and name the worst row, and what
                     `transformers` reads in config.json, but the engine's model does not
 
-Only the long row reaches windows and original lengths of a model in all jobs that do. It is one request that an engine
-gets alone, greedy, so it draws no random number, and no prompt begins as it does, so no cache is shared: all samples
-are those of a job without it. Engines in the rank's own process compute with a module that proves itself, and get none.
+The first rows may be short; the long one reaches every window and original length that rows of the job can reach. It is
+the only request in flight, greedy, so it draws no random number, and no prompt begins like it, so no cache is shared:
+samples are the same without it. Engines in the rank's process compute with the module of `transformers`, and get none.
 A resumed job is checked too: its engines are new, and may have another version, layout or device than before.
 """
 
@@ -134,7 +134,7 @@ class MismatchCheck:
 
     def __call__(self, batch: Batch) -> None:
         """Raises UserError on all ranks where the rows of all ranks differ by more than the bound."""
-        if self._bound is not None and self._compare(batch, self._actor, "first {} tokens"):
+        if self._compare(batch, self._actor, "first {} tokens"):
             self._bound = None  # compared once
 
     def probe(self, engines: EngineGroup, longest: int, sampling: Sampling, routed: tuple[int, int] | None) -> None:
@@ -156,15 +156,15 @@ class MismatchCheck:
 
     def _compare(self, batch: Batch, policy: Policy, which: str, is_probe: bool = False) -> bool:
         """Returns whether there are tokens to compare; raises UserError where they differ by more than the bound."""
-        mask = batch["loss_mask"] & (batch["policy_versions"] == self._actor.num_updates)
-        if not any(all_gather_json(bool(mask.any()))):
+        bound, mask = self._bound, batch["loss_mask"] & (batch["policy_versions"] == self._actor.num_updates)
+        if bound is None or not any(all_gather_json(bool(mask.any()))):
             return False
         ours, theirs = policy.compute_logprobs(batch), batch["rollout_logprobs"]
         statistics = mismatch.statistics(ours, theirs, mask, batch.positions)
         reports = all_gather_json([statistics, _worst_sample(batch, ours, mask)])
         whole = mismatch.merge(report[0] for report in reports)
         mean = mismatch.summarize(whole)["mean_abs"]
-        if not mean <= self._bound:  # nor is NaN
+        if not mean <= bound:  # nor is NaN
             worst = max((report[1] for report in reports if report[1]), key=lambda sample: sample["mean"])
             fields = all_gather_json(list(self._unread_fields()) if dist.get_rank() == 0 else [])[0]
             raise UserError(self._message(mean, which.format(int(whole["tokens"])), worst, fields, is_probe))
@@ -180,11 +180,7 @@ class MismatchCheck:
         if not is_probe:
             where = f"sample_id {worst['sample_id']} of the prompt {self._prompts.by_id(worst['prompt_id']).where}"
             sample = f"The worst sample, {where}, differs by {worst['mean']:.3g}:"
-        unread = (
-            f" transformers reads {', '.join(fields)} of config.json, and the engine's model does not."
-            if fields
-            else ""
-        )
+        unread = f" Only transformers reads these fields of config.json: {', '.join(fields)}." if fields else ""
         return (
             f"rollout.max_mismatch={self._setting}: log-probs of engine and trainer differ by {mean:.3g} nats on "
             f"average over the {which}, more than {self._bound:g}. {sample} at position {worst['position']} of its "
