@@ -25,8 +25,7 @@ from verl_mg.config.checks import refuse
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.errors import UserError
 from verl_mg.fsdp.mesh import check_mesh
-from verl_mg.fsdp.model import build_module, logit_scale_of, tensor_plan
-from verl_mg.fsdp.model_runner import check_module_layout
+from verl_mg.fsdp.model import build_module, check_module_layout, logit_scale_of, tensor_plan
 from verl_mg.hub import HubName
 from verl_mg.job.engine_checks import MODEL_REFUSALS, ModelCase, check_job
 from verl_mg.layout import EngineLayout, Layout

@@ -19,7 +19,7 @@ from verl_mg.models.hf_config import INDEX, SINGLE, read_config
 from verl_mg.sharding.boxes import Piece, Shard, full_box, numel, slices
 from verl_mg.sharding.weight_table import weight_table
 
-SHAPES = {"a": (6, 4), "b": (5,), "c": (2, 3, 4), "d": (7, 2)}
+SHAPES = {"a": (6, 4), "b": (5,), "c": (2, 3, 4), "d": (7, 2), "scalar": ()}
 WHOLE = {name: Shard(shape, (Piece(name, full_box(shape), full_box(shape)),)) for name, shape in SHAPES.items()}
 
 
@@ -34,8 +34,9 @@ def tensors():
 def test_checkpoint_writer_boxes_of_two_processes_form_the_tensors(tmp_path, tensors, dtype, file_bytes):
     writers = [CheckpointWriter(tmp_path, WHOLE, dtype, file_bytes) for _ in range(2)]
     writers[0].create()
+    writers[0].write("scalar", (), tensors["scalar"])
     for name, tensor in tensors.items():
-        for number, cut in enumerate((slice(0, 3), slice(3, None))):  # two halves of the last dimension
+        for number, cut in enumerate((slice(0, 3), slice(3, None)) if tensor.dim() else ()):  # of the last dimension
             bounds = cut.indices(tensor.shape[-1])[:2]
             if bounds[0] < bounds[1]:
                 box = (*full_box(tensor.shape[:-1]), bounds)
@@ -49,6 +50,7 @@ def test_checkpoint_writer_boxes_of_two_processes_form_the_tensors(tmp_path, ten
     reader = CheckpointReader(ModelDirectory.find(tmp_path))
     box = ((1, 3), (2, 4))
     assert torch.equal(reader.read("a", box), tensors["a"].to(dtype)[1:3, 2:4])
+    assert torch.equal(reader.read("scalar", ()), tensors["scalar"].to(dtype))
 
 
 def test_checkpoint_writer_keeps_tensors_that_are_float32(tmp_path, tensors):

@@ -27,9 +27,13 @@ from tests.helpers.engines import (
     workers_of,
 )
 from verl_mg.engines.engine import EngineDiedError, Request, Sample, Sampling, count_metrics
+from verl_mg.engines.engine_options import AdapterSettings
 from verl_mg.engines.kinds import PROCESSES
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout
+from verl_mg.models.hf_config import read_config
+from verl_mg.models.tiny_model import make_tiny_model
 
 LENGTH = 200
 LATER = (VERSION + 1, VERSION + 2)
@@ -161,6 +165,32 @@ def test_prompt_that_cannot_be_answered_raises(engine, prompt, words):
 def test_token_beyond_the_vocabulary_raises(engine):
     with pytest.raises(UserError, match=r"^request 5: .* the vocabulary of \d"):
         engine.submit([Request(5, (6, 500), 0)], SHORT)
+
+
+@of_processes
+def test_rows_that_pad_the_vocabulary_are_never_drawn(engine, mixtures):
+    """Of a large row and its negative, one would have the largest logit at every place."""
+    expected = engine.generate(requests(), GREEDY)
+    bring_weights(engine, mixtures[0], LATER[0], padding=1e4)
+    assert [sample.tokens for sample in engine.generate(requests(), GREEDY)] == [sample.tokens for sample in expected]
+    drawn = {token for sample in engine.generate(requests(), LONG) for token in sample.tokens}
+    assert len(drawn) > 2 and max(drawn) < read_config(mixtures[0]).vocab
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", [SGLANG, VLLM])
+@pytest.mark.parametrize("adapters", [None, AdapterSettings(4, ("q_proj", "k_proj", "v_proj"))])
+def test_rows_that_pad_the_vocabulary_on_two_ranks_are_never_drawn(tmp_path, kind, adapters):
+    """One rank has some tokens and some rows of padding, the other padding alone."""
+    sizes: dict[str, Any] = {"hidden": 64, "head_dim": 32, "max_positions": 256, "init_std": 0.2}
+    model = make_tiny_model(tmp_path / "model", "qwen2", characters="abcdefgh", tie_embeddings=True, **sizes)
+    options = options_of(kind, layout=EngineLayout(tp=2), routed_experts=False, adapters=adapters)
+    with closing(ProcessEngine(PROCESSES[kind], model, options, tmp_path / "0.log")) as engine:
+        found = []
+        for version, padding in enumerate((0.0, 1e4)):
+            bring_weights(engine, model, version, padding=padding)
+            found.append([sample.tokens for sample in engine.generate(requests(), GREEDY)])
+    assert found[0] == found[1]
 
 
 @of_processes

@@ -17,9 +17,11 @@ SHARDS = {
     "first": Shard((3, 5), (Piece("a", ((0, 3), (0, 5)), ((0, 3), (0, 5))),)),
     "padded": Shard((4, 2), (Piece("b", ((0, 3), (0, 2)), ((0, 3), (0, 2))),), (((3, 4), (0, 2)),)),
     "empty": Shard((0, 7), ()),
-    "scalars": Shard((9,), (Piece("c", ((0, 9),), ((0, 9),)),)),
+    "vector": Shard((9,), (Piece("c", ((0, 9),), ((0, 9),)),)),
+    "scalar": Shard((), (Piece("d", (), ()),)),
+    "transposed": Shard((3, 2), (Piece("e", ((0, 3), (0, 2)), ((0, 3), (0, 2))),), order=(1, 0)),
 }
-DTYPES = {"first": torch.bfloat16, "padded": torch.float32, "empty": torch.bfloat16, "scalars": torch.float32}
+DTYPES = dict.fromkeys(SHARDS, torch.float32) | {"first": torch.bfloat16, "empty": torch.bfloat16}
 
 
 def filled(min_bytes=0):
@@ -41,8 +43,9 @@ def test_payload_shares_one_memory_whatever_the_number_of_tensors(monkeypatch):
     received = dict(named_views(*open_payload(text, CPU)))
     assert received.keys() == SHARDS.keys()
     for name, tensor in received.items():
-        assert tensor.dtype == DTYPES[name] and tensor.shape == SHARDS[name].shape
-        assert torch.equal(tensor, staging.tensors[name])
+        assert tensor.dtype == DTYPES[name] and tensor.shape == SHARDS[name].parameter_shape
+        assert torch.equal(SHARDS[name].described(tensor), staging.tensors[name])
+    assert staging.tensors["transposed"].shape == (3, 2) and received["transposed"].shape == (2, 3)
     staging.tensors["first"].zero_()
     assert not received["first"].any(), "the memory itself has been passed, not its values"
 

@@ -12,14 +12,15 @@ from verl_mg.config import FsdpConfig
 from verl_mg.layout import Layout
 
 LAYOUTS = [
-    ("dense", "dp2", 1, False),
     ("dense", "cp2-dp2", 1, True),
     ("mixture", "dp4", 2, False),
     ("mixture", "tp2-dp2", 1, False),
     ("capped", "cp2-dp2", 1, False),
     ("sinks", "cp2-dp2", 1, False),
+    ("linear", "dp2", 1, True),
 ]
 NIGHTLY_LAYOUTS = [
+    ("dense", "dp2", 1, False),
     ("dense", "dp4", 1, True),
     ("dense", "dp4", 2, False),
     ("dense", "tp2-dp2", 1, False),
@@ -35,6 +36,9 @@ NIGHTLY_LAYOUTS = [
     ("sinks", "dp4", 2, False),
     ("latent", "dp4", 1, False),
     ("latent", "cp2-dp2", 1, False),
+    ("linear", "tp2-dp2", 1, False),
+    ("linear dense", "dp4", 2, True),
+    ("sparse", "dp2", 1, True),
 ]
 LAYERS = 3
 """Enough for a layer that is neither the first nor the last one: a mesh has no stages."""

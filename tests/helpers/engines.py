@@ -23,7 +23,7 @@ from verl_mg.engines.sglang.arguments import has_multi_token_draft
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.hf_tensors import with_multi_token_layer
-from verl_mg.sharding.boxes import Shard
+from verl_mg.sharding.boxes import Shard, slices
 from verl_mg.sharding.weight_table import weight_table
 
 SGLANG = pytest.param("sglang", marks=needs_sglang)
@@ -61,15 +61,26 @@ def workers_of(engine: ProcessEngine) -> list[psutil.Process]:
 
 
 def bring_weights(
-    engine: ProcessEngine, model: Path, version: int, traced: Sequence[dict[str, Shard]] | None = None
+    engine: ProcessEngine,
+    model: Path,
+    version: int,
+    traced: Sequence[dict[str, Shard]] | None = None,
+    padding: float = 0.0,
 ) -> None:
-    """As a sync does it, each rank's shard of the table, or of a trace, read from the checkpoint."""
+    """As a sync does it, each rank's shard of the table, or of a trace, read from the checkpoint.
+
+    Rows that pad a parameter get the value of `padding`, every second one its negative.
+    """
     held = []
     for shards in traced or _shards_of_table(engine, model):
         dtypes = dict.fromkeys(shards, engine.options.dtype)
         held.append(Staging(shards, dtypes, device.current_device()))
         reader = CheckpointReader(ModelDirectory.find(model))
         load_shards(reader, shards, held[-1].tensors)  # from memory that is not pinned: complete when it returns
+        for name, shard in shards.items():
+            for box in shard.padding:
+                rows = held[-1].tensors[name][slices(box)]
+                rows[::2], rows[1::2] = padding, -padding
     engine.loaded(engine.load([staging.payload() for staging in held], version))
 
 

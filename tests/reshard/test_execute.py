@@ -1,5 +1,6 @@
 """Plans carried out between 8 real ranks, against the cut of the whole model, and against the lower bound."""
 
+import math
 import weakref
 
 import pytest
@@ -25,7 +26,11 @@ from tests.reshard.moves import (
 )
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
+from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.reshard import execute, plan, schedule
+from verl_mg.reshard.delta_transfer import SentValues, apply_patches, transfer_changes
+from verl_mg.sharding.boxes import Piece, Shard, full_box
+from verl_mg.sharding.shard_map import ExplicitShardMap
 from verl_mg.sharding.weight_table import weight_table
 
 
@@ -138,3 +143,58 @@ def test_execute_extra_memory_is_two_buckets_for_any_model(ranks):
                 assert 0 < peak <= 2 * bucket + largest
                 if hidden == 256:
                     assert share > 5 * peak
+
+
+SHAPES = {"s": (), "m": (6, 4), "experts": (3, 4, 5)}
+
+
+def turned_maps() -> tuple[ExplicitShardMap, ExplicitShardMap]:
+    """Scalars, rows and experts on two ranks; on two others all of it, matrices transposed, one beside the other."""
+    tensors = {name: TensorInfo(position, shape) for position, (name, shape) in enumerate(SHAPES.items())}
+    source = {
+        0: {"s": Shard((), (Piece("s", (), ()),)), "m": rows_of("m", 0, 2), "experts": rows_of("experts", 0, 1)},
+        1: {"m": rows_of("m", 2, 6), "experts": rows_of("experts", 1, 3)},
+    }
+    box = full_box((3, 4, 5))
+    target = {
+        "scalar": Shard((), (Piece("s", (), ()),)),
+        "turned": Shard((7, 4), (Piece("m", ((0, 6), (0, 4)), ((1, 7), (0, 4))),), (((0, 1), (0, 4)),), (1, 0)),
+        "experts": Shard((3, 4, 5), (Piece("experts", box, box),), order=(2, 0, 1)),
+    }
+    return ExplicitShardMap(source, tensors), ExplicitShardMap({1: target, 2: target}, tensors)
+
+
+def rows_of(name: str, start: int, stop: int) -> Shard:
+    shape = (stop - start, *SHAPES[name][1:])
+    return Shard(shape, (Piece(name, ((start, stop), *full_box(shape[1:])), full_box(shape)),))
+
+
+def moved_and_turned() -> dict[str, torch.Tensor]:
+    """What this rank has after the weights were moved; then one changes, and only changes are moved."""
+    (source, target), rank = turned_maps(), dist.get_rank()
+    moves = plan(source, target)
+    messages, sent = schedule(moves, rank, torch.float32, 64), SentValues()
+    tensors = {name: torch.arange(math.prod(shape)).view(shape) + 1.0 for name, shape in SHAPES.items()}
+    have = {name: assemble(shard, tensors) for name, shard in source.shards(rank).items()}
+    shards = target.shards(rank)
+    got = {name: torch.zeros(shard.parameter_shape) for name, shard in shards.items()}
+    views = {name: shard.described(got[name]) for name, shard in shards.items()}
+    assert execute(messages, have, views).bytes_received == moves.lower_bound(rank, 4)
+    sent.keep(messages, have)
+    for values in have.values():
+        values[values == 1] = -1  # the scalar, and the first element of the others
+    patches, _ = transfer_changes(messages, have, sent)
+    assert apply_patches(patches, views)
+    return got
+
+
+def test_execute_moves_scalars_and_transposed_parameters_and_their_changes(ranks):
+    results = ranks.run(4, moved_and_turned)
+    assert [len(got) for got in results] == [0, 3, 3, 0]
+    expected = {name: torch.arange(math.prod(shape)).view(shape) + 1.0 for name, shape in SHAPES.items()}
+    for values in expected.values():
+        values[values == 1] = -1
+    for got in results[1:3]:
+        assert torch.equal(got["scalar"], expected["s"])
+        assert torch.equal(got["turned"], torch.cat([torch.zeros(4, 1), expected["m"].T], dim=1))
+        assert torch.equal(got["experts"], expected["experts"].permute(1, 2, 0))

@@ -64,11 +64,11 @@ def test_engine_after_update_weights_serves_the_exported_checkpoint(ranks, tmp_p
 
 
 @pytest.mark.parametrize(
-    "architecture", ["olmo2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("phi3", "granite"))]
+    "architecture", ["olmo2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("gpt2", "phi3", "granite"))]
 )
 @pytest.mark.parametrize("engine", [SGLANG, VLLM_NIGHTLY])
 def test_engine_of_a_model_without_a_table_serves_the_exported_checkpoint(ranks, tmp_path, engine, architecture):
-    folder = inputs(tmp_path, architecture, hidden=128)
+    folder = inputs(tmp_path, architecture, hidden=128, tie_embeddings=architecture == "gpt2")
     with pytest.raises(UserError, match=f"model_type '{architecture}' is not supported"):
         read_config(folder / "model")
     results = ranks.run(2, partial(train, engine=engine), folder, "actor.backend=fsdp", "rollout.layout=tp2")

@@ -1,17 +1,28 @@
 """Workers of engines: events in one order, few requests to the store, an evaluation during training."""
 
+import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
+import torch
 from torch.distributed import HashStore
 
 from tests.helpers.counted_store import CountedStore
 from verl_mg.data import Prompt
-from verl_mg.engines.engine import Sampling
+from verl_mg.engines.engine import Request, Sampling
+from verl_mg.engines.engine_options import EngineOptions, EngineProgram
+from verl_mg.engines.process_engine import ProcessEngine
+from verl_mg.engines.reports import ReportRules
+from verl_mg.engines.request_tracker import EngineLimits
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout
 from verl_mg.rollout import engine_worker
-from verl_mg.rollout.engine_worker import EngineEvents, EngineWorker
+from verl_mg.rollout.engine_worker import EngineEvents, EngineRestart, EngineWorker
 from verl_mg.rollout.groups import Group
 from verl_mg.rollout.work_queue import WorkQueue
 
@@ -122,3 +133,83 @@ def test_worker_gives_free_slots_to_an_evaluation_first_and_aborts_nothing():
     assert [sample.id for sample in completed] == [0, 1, 100, 101, 102]
     while not events.has_ended("call"):
         events.wait()
+
+
+HOST = """
+import json, os, signal, socket, sys
+
+stream, starts, deadly = socket.socket(fileno=int(sys.argv[1])), open(os.environ["STARTS"], "a+"), os.environ["DEADLY"]
+starts.write("x")
+starts.seek(0)
+start = len(starts.read())
+stream.sendall(b'{"chosen": {}}\\n')
+for number, line in enumerate(stream.makefile("rb")):
+    message = json.loads(line)
+    if "call" in message:
+        answer = {"call": message["call"], "ok": True, "message": ""}
+    elif "generate" in message and str(start) not in deadly:
+        tokens = {"tokens": [5], "logprobs": [-0.5], "finish": "length", "spans": [], "routed_experts": None}
+        answer = {"sample": message["generate"], **tokens}
+    elif "generate" in message:
+        print("no kernel for batches of this shape", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        continue
+    stream.sendall(json.dumps(answer).encode() + b"\\n")
+"""
+
+
+class DyingKind:
+    """An engine whose process ends when its first request arrives, in the starts that `deadly` names."""
+
+    name, title = "sglang", "Engine"
+
+    def __init__(self, folder: Path, deadly: str) -> None:
+        (folder / "dying_host.py").write_text(HOST)
+        self.starts = folder / "starts"
+        self._environment = os.environ | {"PYTHONPATH": str(folder), "STARTS": str(self.starts), "DEADLY": deadly}
+
+    def limits(self, model, options):
+        rules = ReportRules(engine="rollout.engine=sglang", vocab=10)
+        return EngineLimits(max_running=4, max_positions=64, reports=rules)
+
+    def program(self, model, options, ports, address):
+        return EngineProgram(self.title, sys.executable, "dying_host", {}, self._environment, {})
+
+
+def generated_by_dying_engine(folder: Path, deadly: str) -> tuple[int, int]:
+    """Number of samples, and of starts of the engine, in two calls of one sample."""
+    kind = DyingKind(folder, deadly)
+    options = EngineOptions(layout=EngineLayout(), dtype=torch.float32, max_running=4, max_positions=64)
+    engine = ProcessEngine(kind, folder, options, folder / "engine.log")
+    events, completed = EngineEvents(HashStore()), []
+    worker = EngineWorker(
+        engine, 1, events, lambda i: Request(id=i, prompt=(1, 2), seed=i), completed.append, completed.append,
+        EngineRestart(engine, 0, False, events),
+    )  # fmt: skip
+    try:
+        engine.loaded(engine.load([], 0))
+        worker.start()
+        for number in range(2):
+            call = WorkQueue(HashStore(), f"call{number}", Sampling(max_new_tokens=1), [Group(PROMPT, range(1))], 1)
+            worker.add(call)
+            while not events.has_ended(call.key):
+                for restarted in events.wait():
+                    with worker.stopped():
+                        engine.loaded(engine.load([], 0))
+                    worker.weights_arrived(restarted)
+                worker.check()
+    finally:
+        worker.close()
+        engine.close()
+    return len(completed), len(kind.starts.read_text())
+
+
+def test_worker_of_an_engine_that_ends_with_each_first_batch_raises_its_last_lines(tmp_path):
+    with pytest.raises(UserError, match=r"ended 2 times in a row before it completed a sample.*no kernel for batch"):
+        generated_by_dying_engine(tmp_path, deadly="123456789")
+    assert (tmp_path / "starts").read_text() == "xx"
+
+
+def test_worker_of_an_engine_that_ends_once_with_its_first_batch_restarts_it(tmp_path):
+    assert generated_by_dying_engine(tmp_path, deadly="1") == (2, 2)

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.helpers.random_models import assemble, numbered
-from tests.helpers.tiny_models import published_mixture, tiny_model, unstacked
+from tests.helpers.tiny_models import published_mixture, tiny_model
 from tests.helpers.traces import COMMON, FAMILIES, change_config, folder_of
 from tests.oracles.transformers_trace import trace_transformers
 from verl_mg.checkpoint.model_directory import ModelDirectory
@@ -54,7 +54,7 @@ def unknown(tmp_path_factory):
 def test_module_table_of_known_family_equals_its_weight_table(family, head):
     derived, known = module_table(folder_of(family), head), weight_table(read_config(folder_of(family)), head)
     assert derived.parameter_shards() == known.shard_map_replicated((0,)).shards(0)
-    assert derived.config == known.config and derived.transposed_parameters == known.transposed_parameters
+    assert derived.config == known.config
     assert list(derived.tensor_index.tensors.items()) == list(known.tensor_index.tensors.items())
     assert (derived.tied, derived.router_biases, derived.routers) == (known.tied, known.router_biases, known.routers)
     for experts in (False, True):
@@ -70,7 +70,8 @@ def test_parameter_shards_contain_the_elements_that_from_pretrained_loads(unknow
     shapes = table.module.shapes
     tensors = numbered(shapes)
     for name, shard in derived.items():
-        assert torch.equal(assemble(shard, tensors), assemble(loaded[name], tensors)), name
+        ours, theirs = (s.as_parameter(assemble(s, tensors)) for s in (shard, loaded[name]))
+        assert torch.equal(ours, theirs), name
     assert {n: s.shape for n, s in table.huggingface().items()} == shapes
 
 
@@ -181,12 +182,14 @@ def test_directory_of_other_sizes_names_the_parameter(tmp_path):
         module_table(folder)
 
 
-def test_stacks_of_transposed_matrices_are_tensors_of_experts(tmp_path):
+def test_stacks_of_transposed_matrices_are_single_pieces(tmp_path):
     pytest.importorskip("torchvision", reason="the directory is saved with its processor, which needs torchvision")
     folder = published_mixture(tmp_path / "model")
-    table, tensors = module_table(folder), unstacked(load_file(folder / "model.safetensors"))
+    table, tensors = module_table(folder), load_file(folder / "model.safetensors")
     loaded = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).state_dict()
-    assert all(torch.equal(assemble(s, tensors), loaded[name]) for name, s in table.parameter_shards().items())
+    shards = table.parameter_shards()
+    assert {len(shard.pieces) for name, shard in shards.items() if ".experts." in name} == {1}
+    assert all(torch.equal(s.as_parameter(assemble(s, tensors)), loaded[name]) for name, s in shards.items())
     assert {name: s.shape for name, s in table.huggingface().items()} == {name: t.shape for name, t in tensors.items()}
     ModelDirectory.find(folder, table.tensor_index.stacked).check(table.huggingface())
 

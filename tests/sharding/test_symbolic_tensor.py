@@ -29,6 +29,10 @@ VIEWS = {
     "heads": lambda t: t.view(2, 4, 6)[1],
     "interleaved rows": lambda t: interleaved(t, 0),
     "interleaved columns": lambda t: interleaved(t, 1),
+    "transposed": lambda t: t.T,
+    "columns, transposed": lambda t: t[:, 2:5].transpose(-1, -2).contiguous(),
+    "between others": lambda t: t.unsqueeze(1),
+    "last dimension first": lambda t: t.view(2, 4, 6).permute(2, 0, 1).flatten(1),
     "rotary heads": lambda t: t.view(2, 2, 2, 6).transpose(1, 2).reshape(8, 6),
 }
 
@@ -48,12 +52,19 @@ def test_shard_of_moved_tensor_equals_moved_elements(names, view, join):
 
     expected = loaded(numbered(SHAPES, torch.float32))
     shard = shard_of("p", loaded({name: SymbolicTensor.of(name, shape) for name, shape in SHAPES.items()}))
-    assert torch.equal(assemble(shard, numbered(SHAPES, torch.float32)), expected)
+    assert torch.equal(shard.as_parameter(assemble(shard, numbered(SHAPES, torch.float32))), expected)
+
+
+def test_shard_of_transposed_stack_has_a_piece_for_each_tensor():
+    a, b = (SymbolicTensor.of(name, (8, 6)) for name in "ab")
+    shard = shard_of("p", torch.stack([a, b]).transpose(1, 2)[:, :, :])
+    assert (shard.shape, shard.order, len(shard.pieces)) == ((2, 8, 6), (0, 2, 1), 2)
+    assert shard.parameter_shape == (2, 6, 8)
 
 
 @pytest.mark.parametrize(
     "change",
-    [lambda t: t * 2, lambda t: t.add_(1), lambda t: t + t, lambda t: torch.cat([t, t]).T, lambda t: t.flip(0)],
+    [lambda t: t * 2, lambda t: t.add_(1), lambda t: t + t, lambda t: t.roll(1), lambda t: t.flip(0)],
 )
 def test_symbolic_tensor_refuses_what_is_not_followed(change):
     with pytest.raises(NotAMoveError, match="a"):
@@ -61,8 +72,9 @@ def test_symbolic_tensor_refuses_what_is_not_followed(change):
 
 
 @pytest.mark.parametrize(
-    "change", [lambda t: t.T, lambda t: t.reshape(-1), lambda t: t[:1].expand(8, 6), lambda t: t[:, 0]]
+    "change",
+    [lambda t: t.reshape(-1), lambda t: t[:1].expand(8, 6), lambda t: t[:, 0], lambda t: torch.cat([t, t.T[:, :6]])],
 )
 def test_shard_of_reordered_tensor_names_tensor_and_parameter(change):
-    with pytest.raises(UserError, match=r"^a: transformers transposes or reshapes it to fill the parameter p, "):
+    with pytest.raises(UserError, match=r"^a: transformers reshapes or shuffles it to fill the parameter p, "):
         shard_of("p", change(SymbolicTensor.of("a", (8, 6))))

@@ -4,7 +4,10 @@ import torch
 
 from tests.helpers.random_models import assemble, checkpoint, config
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
+from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.reshard import execute, plan, schedule
+from verl_mg.sharding.boxes import Piece, Shard, full_box
+from verl_mg.sharding.shard_map import ExplicitShardMap
 from verl_mg.sharding.weight_table import weight_table
 from verl_mg.weight_sync.hf_module import Alias, aliases
 
@@ -55,3 +58,12 @@ def test_aliases_equal_layouts_share_everything():
         shards = source.shards(rank)
         found = aliases(schedule(moves, rank, torch.float32))
         assert found == {name: Alias(name, (0, shard.shape[0])) for name, shard in shards.items()}
+
+
+def test_aliases_share_scalars_that_a_rank_has():
+    tensors = {name: TensorInfo(position, shape) for position, (name, shape) in enumerate({"s": (), "m": (2,)}.items())}
+    shards = {name: Shard(t.shape, (Piece(name, full_box(t.shape), full_box(t.shape)),)) for name, t in tensors.items()}
+    source, target = ({0: shards, 1: {}}, {0: shards, 1: shards})
+    moves = plan(ExplicitShardMap(source, tensors), ExplicitShardMap(target, tensors))
+    assert aliases(schedule(moves, 0, torch.float32)) == {"s": Alias("s", (0, 1)), "m": Alias("m", (0, 2))}
+    assert aliases(schedule(moves, 1, torch.float32)) == {}

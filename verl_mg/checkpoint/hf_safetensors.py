@@ -241,8 +241,8 @@ class CheckpointWriter:
 
 def _contiguous_runs(shape: tuple[int, ...], box: Box, data: Tensor) -> list[tuple[int, Tensor]]:
     """Returns (element offset in the tensor, flat values) of each run of the box that is contiguous in the tensor."""
-    if len(shape) == 1 or box[1:] == full_box(shape[1:]):
-        return [(box[0][0] * math.prod(shape[1:]), data.reshape(-1))]
+    if box[1:] == full_box(shape[1:]):  # also a vector, and a scalar, whose box has no dimension
+        return [(box[0][0] * math.prod(shape[1:]) if box else 0, data.reshape(-1))]
     inner = math.prod(shape[1:])
     return [
         (row * inner + start, run)

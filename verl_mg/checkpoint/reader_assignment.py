@@ -17,7 +17,7 @@ from math import prod
 
 from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.sharding.boxes import Box, Shard, numel
-from verl_mg.sharding.shard_map import BoxReplicas, Ranks, ShardMap
+from verl_mg.sharding.shard_map import BoxReplicas, Ranks, Replicas, ShardMap
 
 TENSORS_PER_SHARE = 4
 """A rank reads tensors in groups of at most this part of its share, so that replicas can share a file equally."""
@@ -52,12 +52,12 @@ class ReaderShardMap:
                 read[name] = replace(shard, pieces=pieces, padding=())
         return read
 
-    def replicas(self, tensor: str) -> Sequence[BoxReplicas]:
+    def replicas(self, tensor: str) -> Replicas:
         """Returns the boxes of a tensor, each with its reader as the only rank."""
         if tensor not in self._group_of:
-            return ()
+            return Replicas()
         readers = self._readers[self._group_of[tensor]]
-        return [self._of_reader(item, readers[item.box]) for item in self._whole.replicas(tensor)]
+        return Replicas(self._of_reader(item, readers[item.box]) for item in self._whole.replicas(tensor))
 
     def sharding_key(self, tensor: str) -> int:
         """Returns the number of the group of tensors with the same boxes, readers and file; -1 for an unread tensor."""

@@ -209,7 +209,8 @@ class ShardedReader:
 
 
 def _parse_box(key: str, path: Path) -> Box:
-    ranges = [_RANGE.fullmatch(part) for part in key.rpartition("|")[2].split(",")]
+    text = key.rpartition("|")[2]
+    ranges = [_RANGE.fullmatch(part) for part in text.split(",")] if text else []  # the box of a scalar has no text
     if not all(ranges):
         raise UserError(
             f"{path}: {key!r} has no box such as 0:64,32:64; the checkpoint is damaged. Resume from an earlier one."

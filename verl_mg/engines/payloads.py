@@ -37,7 +37,7 @@ from torch.multiprocessing import reductions
 
 from verl_mg.device import without_expandable_segments
 from verl_mg.reshard.delta import Patch, apply_delta
-from verl_mg.sharding.boxes import Shard, slices
+from verl_mg.sharding.boxes import Shard, described, slices
 
 # Offsets of tensors in the memory are multiples of this number of bytes, as torch's allocator aligns them.
 ALIGNMENT = 256
@@ -61,7 +61,8 @@ class Staging:
     ) -> None:
         self._places, size = _places(shards, dtypes)
         self._memory = shared_memory(max(size, min_bytes), device)
-        self.tensors = dict(named_views(self._places, self._memory))  # tensors of the shards, by name of the parameter
+        # The other process copies whole parameters; tensors have the dimensions of the shards.
+        self.tensors = {name: shards[name].described(view) for name, view in named_views(self._places, self._memory)}
         for name, shard in shards.items():
             if shard.padding:
                 self.tensors[name].zero_()
@@ -167,7 +168,7 @@ def _places(shards: Mapping[str, Shard], dtypes: Mapping[str, torch.dtype]) -> t
     places, end = [], 0
     for name, shard in shards.items():
         start = -(-end // ALIGNMENT) * ALIGNMENT
-        places.append((name, str(dtypes[name]).removeprefix("torch."), shard.shape, start))
+        places.append((name, str(dtypes[name]).removeprefix("torch."), shard.parameter_shape, start))
         end = start + prod(shard.shape) * dtypes[name].itemsize
     return json.dumps(places), end
 
@@ -186,15 +187,15 @@ def _by_name() -> Iterator[None]:
 class PatchStaging:
     """Memory with the changes of an engine's rank."""
 
-    def __init__(self, patches: Sequence[Patch], device: torch.device) -> None:
+    def __init__(self, patches: Sequence[Patch], shards: Mapping[str, Shard], device: torch.device) -> None:
         places, end = [], _NUMBER_BYTES * len(patches)
         for patch in patches:
-            places.append((patch.parameter, patch.box, end, len(patch.code)))
+            places.append((patch.parameter, shards[patch.parameter].order, patch.box, end, len(patch.code)))
             end += len(patch.code)
         self._memory = shared_memory(max(end, _NUMBER_BYTES), device)
         self._reports = self._memory[: _NUMBER_BYTES * len(patches)].view(torch.int64)
         self._reports.zero_()
-        for patch, (_, _, start, size) in zip(patches, places, strict=True):
+        for patch, (*_, start, size) in zip(patches, places, strict=True):
             self._memory[start : start + size] = patch.code
         self._places = json.dumps({"patches": places})
 
@@ -223,7 +224,7 @@ def apply_payload(places: str, memory: Tensor, memory_of: Callable[[str], Tensor
     """Applies the patches of a payload to parameters and reports on each; called in the other process."""
     patches = json.loads(places)["patches"]
     reports = memory[: _NUMBER_BYTES * len(patches)].view(torch.int64)
-    for number, (name, box, start, size) in enumerate(patches):
-        target = memory_of(name)[slices(tuple(map(tuple, box)))]
+    for number, (name, order, box, start, size) in enumerate(patches):
+        target = described(memory_of(name), order)[slices(tuple(map(tuple, box)))]
         # The result is read on the host, so the writes before it are complete.
         reports[number] = APPLIED if apply_delta(memory[start : start + size], target) else REFUSED

@@ -11,6 +11,7 @@ dp4 with 2 replicas: copies on the ranks 0 1 and 2 3; groups shard 0 1, 2 3; gro
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -24,6 +25,16 @@ from verl_mg.layout import Layout, Placement
 from verl_mg.layout.layout import smaller_cp_groups
 from verl_mg.training.microbatch import TokenShard
 from verl_mg.training.runner import RoleGroups
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """Ranks that divide the tensors of a module."""
+
+    index: int = 0  # this rank's index among them
+    count: int = 1
+    group: dist.ProcessGroup | None = None  # None for one rank
+
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tp"  # names of the mesh's dimensions
 
@@ -74,9 +85,10 @@ class MeshGroups(RoleGroups):
         return self.mesh[TENSOR] if self.layout.tp > 1 else None
 
     @property
-    def tensor_group(self) -> dist.ProcessGroup | None:
-        """Group of the tensor-parallel ranks; None with tp1."""
-        return self.tensor_mesh.get_group() if self.tensor_mesh is not None else None
+    def tensor_ranks(self) -> TensorRanks:
+        """The tensor-parallel ranks of this rank."""
+        mesh = self.tensor_mesh
+        return TensorRanks() if mesh is None else TensorRanks(self.coordinates.tp, self.layout.tp, mesh.get_group())
 
     def token_shard(self, cp_size: int) -> TokenShard:
         """Returns this rank's part of a micro-batch that `cp_size` neighbouring ranks share; it divides cp."""

@@ -9,13 +9,17 @@ Collectives between ranks that share tokens or tensors have gradients; without a
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -25,12 +29,13 @@ from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from verl_mg import device
 from verl_mg.config import FsdpConfig
 from verl_mg.errors import UserError
-from verl_mg.fsdp.mesh import MeshGroups
-from verl_mg.fsdp.output import LogitScale, read_logit_scale
+from verl_mg.fsdp.mesh import MeshGroups, TensorRanks
+from verl_mg.fsdp.output import LogitScale, body_of, read_logit_scale
 from verl_mg.fsdp.packed_rows import NAME as ATTENTION
-from verl_mg.fsdp.packed_rows import PackedRows
+from verl_mg.fsdp.packed_rows import ModuleCall, PackedRows
 from verl_mg.fsdp.shard_map import ParameterSplit
 from verl_mg.fsdp.vision import embed_and_run, marks_images
+from verl_mg.layout import Layout
 from verl_mg.models.transformers_module import has_images, meta_module, read_module_config
 from verl_mg.sharding.model_table import Head
 from verl_mg.training.logprobs import EVERYTHING, OutputLayer, TokenOutputs, VocabularyShard
@@ -45,26 +50,33 @@ PARTIAL = "replicated_with_grad_allreduce"
 class PackedModule(nn.Module):
     """Model that returns log-probabilities or values of packed rows; logits are never materialized whole."""
 
-    def __init__(self, module: Any, groups: MeshGroups, logit_scale: LogitScale | None) -> None:
+    def __init__(self, module: Any, logit_scale: LogitScale | None, ranks: TensorRanks) -> None:
         super().__init__()
-        self.module, self._groups, self._logit_scale = module, groups, logit_scale
+        self.module, self._logit_scale, self._ranks = module, logit_scale, ranks
 
     def forward(self, micro: MicroBatch[PackedRows], temperature: float, outputs: TokenOutputs = EVERYTHING) -> Tensor:
         """Runs the model: (lines, n) float32 outputs or (1, n) values, the same on all cp and tp ranks."""
-        packed = micro.packed
-        body, options = self.module.base_model, {"use_cache": False, "packed": packed}
-        if packed.images is not None:
-            hidden = embed_and_run(body, packed.images, **options)
-        else:
-            hidden = body(input_ids=micro.input_ids, position_ids=packed.position_ids, **options).last_hidden_state
-        states = hidden[0][micro.hidden_index]
+        hidden = torch.cat([self._hidden_states(call, micro.packed)[0] for call in micro.packed.calls])
+        states = hidden[micro.hidden_index]
         if self._logit_scale is None:
             local = (states.float() @ getattr(self.module, HEAD).weight.float().T).T
         else:
             local = self._logprobs(states, micro, temperature, self._logit_scale, outputs)
         whole = local.new_zeros(len(local), len(micro.token_index)).index_copy(1, micro.local_index, local)
         # Each rank has the gradients of all n tokens and uses only the gradients of its tokens: each is counted once.
-        return sum_values(whole, packed.cp_group)
+        return sum_values(whole, micro.packed.cp_group)
+
+    def _hidden_states(self, call: ModuleCall, packed: PackedRows) -> Tensor:
+        """Returns the last hidden states of a call's tokens, (1, t, h)."""
+        body, options = body_of(self.module), dict(call.options)
+        if options:
+            options["packed"] = packed
+        if takes(body, "use_cache"):
+            options["use_cache"] = False
+        if call.images is not None:
+            return embed_and_run(body, call.images, **options)
+        hidden: Tensor = body(input_ids=call.input_ids, **options).last_hidden_state
+        return hidden
 
     def _logprobs(
         self,
@@ -74,7 +86,7 @@ class PackedModule(nn.Module):
         scale: LogitScale,
         outputs: TokenOutputs,
     ) -> Tensor:
-        group = self._groups.tensor_group
+        group = self._ranks.group
         weight = sum_gradients(self.module.get_output_embeddings().weight, group)
         # FSDP gathers the layer whole; a tensor-parallel rank multiplies a part of its rows, and gives their gradients.
         shard = self.vocabulary_shard(len(weight))
@@ -85,26 +97,30 @@ class PackedModule(nn.Module):
 
     def vocabulary_shard(self, vocab: int) -> VocabularyShard:
         """Returns the part of a vocabulary whose logits this tensor-parallel rank computes."""
-        rows = -(-vocab // self._groups.layout.tp)
-        first = min(self._groups.coordinates.tp * rows, vocab)
-        return VocabularyShard(first, min(rows, vocab - first), self._groups.tensor_group)
+        rows = -(-vocab // self._ranks.count)
+        first = min(self._ranks.index * rows, vocab)
+        return VocabularyShard(first, min(rows, vocab - first), self._ranks.group)
 
 
-def build_module(model_dir: Path, head: Head, dtype: torch.dtype) -> Any:
-    """Builds the module without memory for its parameters."""
-    config = read_module_config(model_dir)
-    config._attn_implementation = {"text_config": ATTENTION} if has_images(config) else ATTENTION
+def takes(body: nn.Module, argument: str) -> bool:
+    """Returns whether a module's `forward` has an argument of a name."""
+    parameters = signature(body.forward).parameters
+    return argument in parameters or any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+
+
+def build_module(model_dir: Path, head: Head, dtype: torch.dtype, is_packed: bool = True) -> Any:
+    """Builds the module of a model directory without memory for its parameters, see `module_of`."""
+    return module_of(read_module_config(model_dir), model_dir, head, dtype, is_packed)
+
+
+def module_of(config: Any, model_dir: Path, head: Head, dtype: torch.dtype, is_packed: bool) -> Any:
+    """Builds the module of a configuration without memory for its parameters.
+
+    With attention over packed rows, or the family's own; it computes without dropout and without random choices.
+    """
+    if is_packed:
+        config._attn_implementation = {"text_config": ATTENTION} if has_images(config) else ATTENTION
     module: Any = meta_module(config, model_dir, dtype)
-    if getattr(config.get_text_config(), "index_topk", None):
-        raise UserError(
-            f"{model_dir / 'config.json'}: it has sparse attention. Use backend: megatron, or another model."
-        )
-    if "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ()):
-        # Without flash-linear-attention transformers does not read where rows begin; with it, nothing was tested.
-        raise UserError(
-            f"{model_dir / 'config.json'}: it has linear attention, whose state would go from one packed row to the "
-            "next. Use backend: megatron, or another model."
-        )
     if has_images(config) and marks_images(module.base_model):
         # Tokens of an image attend to each other: by transformers' masks of all pairs of tokens.
         module.set_attn_implementation("sdpa")
@@ -116,26 +132,70 @@ def build_module(model_dir: Path, head: Head, dtype: torch.dtype) -> Any:
                 module._modules[name] = None
         hidden = module.config.get_text_config().hidden_size
         setattr(module, HEAD, nn.Linear(hidden, 1, bias=False, dtype=dtype, device="meta"))
-    _fill_buffers(module, module)
-    return module.train()
+    _fill_buffers(module, str(model_dir / "config.json"))
+    # Two passes over the same rows are to be the same: some families drop elements, or draw experts, in training.
+    return module.eval()
+
+
+def recompute_layers(module: Any) -> None:
+    """Makes the backward pass compute each layer again, so that nothing of it is kept but its inputs."""
+    for block in sharded_blocks(module):
+        checkpoint(block)
 
 
 def logit_scale_of(module: Any, head: Head, model_dir: Path) -> LogitScale | None:
     """Returns what a module does with its logits; None with a value head."""
-    return read_logit_scale(module, str(model_dir / "config.json")) if head == "language" else None
+    return read_logit_scale(module, model_dir) if head == "language" else None
 
 
-def _fill_buffers(part: nn.Module, model: Any) -> None:
+def _fill_buffers(module: Any, where: str) -> None:
     """Computes the buffers that are not in checkpoints, such as rotary frequencies, on the device."""
-    # The innermost model of `transformers` around a part knows the values of its buffers.
-    model, place = part if isinstance(part, PreTrainedModel) else model, device.current_device()
-    if part._buffers:
+    place, computed = device.current_device(), {}
+    for part in module.modules():
         for name, buffer in part._buffers.items():
-            part._buffers[name] = None if buffer is None else torch.empty_like(buffer, device=place)
-        if part._non_persistent_buffers_set:
-            model._init_weights(part)  # its parameters have no memory yet
-    for child in part.children():
-        _fill_buffers(child, model)
+            if buffer is not None:
+                empty = torch.empty_like(buffer, device=place)
+                # What nothing computes is found below.
+                part._buffers[name] = empty.fill_(math.nan) if empty.is_floating_point() else empty
+                computed[part, name] = name in part._non_persistent_buffers_set
+    _compute_buffers(module, module)
+    for name, part in module.named_modules():
+        for of_part, buffer in part._buffers.items():
+            if computed.get((part, of_part)) and buffer.is_floating_point() and buffer.isnan().any():
+                raise UserError(f"{where}: nothing computes the buffer {name}.{of_part}. Use another model.")
+
+
+def _compute_buffers(part: nn.Module, model: Any) -> bool:
+    """Lets models of `transformers` compute the buffers of a part; returns whether it has any."""
+    # The innermost model around a part knows the values of its buffers.
+    model = part if isinstance(part, PreTrainedModel) else model
+    within = [_compute_buffers(child, model) for child in part.children()]
+    if found := bool(part._non_persistent_buffers_set) or any(within):
+        # After its children, as in transformers: a model computes buffers of its layers too.
+        model._init_weights(part)  # its parameters have no memory yet
+    return found
+
+
+def check_module_layout(module: Any, layout: Layout, where: str) -> None:
+    """Checks that the parallel sizes divide a module."""
+    config = module.config.get_text_config()
+    if layout.tp > 1 and (numbers := [name for name, parameter in module.named_parameters() if not parameter.dim()]):
+        # Whether a rank's gradient of it is whole or a part depends on where it is used.
+        raise UserError(f"layout {layout}: no tp with {numbers[0]} of {where}, a single number. Leave out tp.")
+    heads = config.num_attention_heads
+    if heads % (layout.tp * layout.cp):
+        raise UserError(
+            f"layout {layout}: tp{layout.tp} * cp{layout.cp} does not divide the {heads} attention heads of "
+            f"{where}. Choose divisors."
+        )
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    if kv_heads % layout.tp:
+        raise UserError(
+            f"layout {layout}: tp{layout.tp} does not divide the {kv_heads} key-value heads of {where}. "
+            "Choose a divisor."
+        )
+    if layout.cp > 1 and has_images(module.config) and marks_images(module.base_model):
+        raise UserError(f"layout {layout}: no cp with images that attend to themselves, of {where}. Leave out cp.")
 
 
 def tensor_plan(module: Any, where: str) -> dict[str, str]:
@@ -192,7 +252,7 @@ def fit_expert_kernels(module: Any) -> None:
 def shard_over_data(
     packed: PackedModule, groups: MeshGroups, options: FsdpConfig, dtype: torch.dtype, whole: frozenset[str]
 ) -> None:
-    """Shards all parameters but `whole` over the data-parallel ranks, and allocates this rank's part."""
+    """Shards all parameters but `whole` and numbers over the data-parallel ranks, and allocates this rank's part."""
     module, place = packed.module, device.current_device()
     # GPU: weights in host memory are pinned.
     # GPU-TEST: tests/fsdp/test_fake_cuda.py::test_weights_in_host_memory_train_as_those_on_the_device
@@ -208,7 +268,7 @@ def shard_over_data(
         cast_forward_inputs=False,
     )
     sharding = groups.ranks.shape[1]
-    kept = {parameter for name, parameter in module.named_parameters() if name in whole}
+    kept = {parameter for name, parameter in module.named_parameters() if name in whole or not parameter.dim()}
     shared: dict[str, Any] = {
         "mesh": groups.data_mesh,
         "mp_policy": precision,
@@ -241,7 +301,7 @@ def parameter_splits(module: Any, sharding: int, whole: frozenset[str] = frozens
     """Returns how each parameter and buffer is divided: after `shard_tensors`, before `shard_over_data`."""
     splits = {name: ParameterSplit() for name, _ in module.named_buffers()}
     for name, parameter in module.named_parameters():
-        dim = None if name in whole else shard_dim(parameter, sharding)
+        dim = None if name in whole or not parameter.dim() else shard_dim(parameter, sharding)
         splits[name] = ParameterSplit.of(parameter, dim)
     return splits
 
@@ -261,10 +321,16 @@ def local_part(parameter: Tensor) -> Tensor:
 
 def sharded_blocks(module: Any) -> Iterator[nn.Module]:
     """Yields the layers, each of which is gathered by itself; all other parameters are gathered together."""
-    names = set(module._no_split_modules or ())
+    names, within = set(module._no_split_modules or ()), set[nn.Module]()
+    blocks = []
     for child in module.modules():
-        if type(child).__name__ in names and any(True for _ in child.parameters()):
-            yield child
+        # What is in a layer is gathered with it.
+        if child not in within and type(child).__name__ in names and any(True for _ in child.parameters()):
+            blocks.append(child)
+            within.update(child.modules())
+    uses = Counter(parameter for block in blocks for parameter in set(block.parameters()))
+    # A parameter that layers share (Zamba) has to be there for all of them.
+    yield from (block for block in blocks if all(uses[parameter] == 1 for parameter in block.parameters()))
 
 
 class _SumForward(torch.autograd.Function):

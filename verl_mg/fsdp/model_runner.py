@@ -15,25 +15,26 @@ from verl_mg.choice import Choice
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.errors import UserError
+from verl_mg.fsdp.family_check import FamilyChecks, Form, check_module, needs_proof
 from verl_mg.fsdp.lora import FsdpAdapters
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.fsdp.model import (
     ATTENTION,
     PackedModule,
     build_module,
+    check_module_layout,
     fit_expert_kernels,
     local_tensors,
     logit_scale_of,
     parameter_splits,
+    recompute_layers,
     shard_over_data,
     shard_tensors,
 )
 from verl_mg.fsdp.output import LogitScale
-from verl_mg.fsdp.packed_rows import make_micro_batch
+from verl_mg.fsdp.packed_rows import RowsReader
 from verl_mg.fsdp.shard_map import ParameterSplit, fsdp_shard_map
-from verl_mg.fsdp.vision import ImagePacker, marks_images
-from verl_mg.layout import Layout
-from verl_mg.models.transformers_module import has_images
+from verl_mg.fsdp.vision import ImagePacker
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box
 from verl_mg.sharding.model_table import SCORE
@@ -69,6 +70,7 @@ class FsdpRunner(Runner):
         groups: MeshGroups,
         directories: ModelDirectories | None = None,
         timer: PhaseTimer | None = None,
+        families: FamilyChecks | None = None,
     ) -> None:
         super().__init__(spec, groups, timer)
         model_dir, head, lora = spec.path, spec.head, spec.lora
@@ -77,9 +79,15 @@ class FsdpRunner(Runner):
         stored_dtype = torch.float32 if spec.trained and lora is None else spec.dtype
         where = str(model_dir / "config.json")
         # Ranks outside the placement build it too, without memory: they know the shards of all others.
-        module = build_module(model_dir, head, stored_dtype)
+        self._is_proven = needs_proof(self.table)
+        module = build_module(model_dir, head, stored_dtype, is_packed=not self._is_proven)
+        check_module_layout(module, groups.layout, where)
+        self._form = (families or FamilyChecks()).form(spec, groups) if self._is_proven else Form(is_packed=True)
+        if self._is_proven and self._form.is_packed:
+            module = build_module(model_dir, head, stored_dtype)
         processor = ImageProcessor.read(model_dir)
-        self._packer = ImagePacker(module, processor) if processor else None
+        packer = ImagePacker(module, processor) if processor else None
+        self._reader = RowsReader(spec.hidden_offset, self._form.is_packed, packer)
         scale = logit_scale_of(module, head, model_dir)
         self._head = None if scale is None else output_head(module, scale, self.table)
         whole = self.table.parameter_shards()
@@ -94,11 +102,9 @@ class FsdpRunner(Runner):
         apart = self.lora.module_parameters if self.lora else frozenset()
         self.packed: PackedModule | None = None
         self.summed_gradients: frozenset[str] = frozenset()
-        check_module_layout(module, groups.layout, where)
         if self.is_member:
             self.summed_gradients = shard_tensors(module, groups.tensor_mesh, where)
         splits = parameter_splits(module, groups.ranks.shape[1], apart)
-        splits |= {name: splits[name].transposed() for name in self.table.transposed_parameters}
         if groups.layout.tp > 1:  # ranks outside the placement do not know the plan
             fields = {name: (s.tensor_dim, s.parts, s.dim) for name, s in splits.items()}
             first = all_gather_json(fields if dist.get_rank() == self.placement.ranks[0] else None)
@@ -106,21 +112,40 @@ class FsdpRunner(Runner):
         self._shard_map = fsdp_shard_map(whole, splits, groups.ranks, self.table.tensor_index.tensors)
         if self.is_member:
             if spec.recompute:
-                module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                recompute_layers(module)
             fit_expert_kernels(module)
-            self.packed = PackedModule(module, groups, scale)
+            self.packed = PackedModule(module, scale, groups.tensor_ranks)
             shard_over_data(self.packed, groups, spec.fsdp, spec.dtype, apart)
         stored = self._trained_tensors() if spec.from_checkpoint else frozenset()
         self.unrestored = load_directory(self, directories, stored_dtype, stored)
         if self.lora and not spec.from_checkpoint:
             self.lora.initialize()
         self.unrestored.update(self.adapters() if spec.from_checkpoint else ())
+        if self._is_proven and not spec.from_checkpoint:
+            self._check_module(where)
+
+    def _check_module(self, where: str) -> None:
+        """Checks the module with its weights; UserError on all ranks where it is not right on one."""
+        error = ""
+        if self.packed is not None:
+            try:
+                shard = self.groups.token_shard(self.layout.cp)
+                check_module(self.packed, self._reader, shard, self.dtype, where)
+            except UserError as failure:
+                error = str(failure)
+            self.packed.reshard()  # type: ignore[operator]
+        if errors := [each for each in all_gather_json(error) if each]:
+            raise UserError(errors[0])
 
     def _kernels(self) -> Iterator[Choice]:
         assert self.packed is not None
         module: Any = self.packed.module
         text, place = module.config.get_text_config(), device.current_device()
         yield Choice("kernels", "torch, in modules of transformers")
+        if self._is_proven:
+            slow = "a call for each row. Use rows of many tokens, or backend: megatron where it has the model."
+            alone = Choice("rows", f"each by itself: packed, {self._form.reason}", slow)
+            yield Choice("rows", "packed") if self._form.is_packed else alone
         if text._attn_implementation == ATTENTION:
             for part in module.modules():
                 if hasattr(part, "layer_idx") and hasattr(part, "is_causal"):  # attention, by its names in transformers
@@ -128,6 +153,8 @@ class FsdpRunner(Runner):
                     softcap, sinks = getattr(part, "attn_logit_softcapping", None), getattr(part, "sinks", None)
                     scores = Scores(window=window, softcap=softcap, sinks=sinks)
                     yield kernel(place, self.dtype, scores).choice(f"attention, {scores.kind}")
+        elif not self._form.is_packed:
+            yield Choice("attention", f"transformers' {text._attn_implementation}")
         else:
             slow = "its memory grows with the square of a micro-batch. Lower tokens_per_micro_batch if it is short."
             yield Choice("attention", "torch's SDPA, masks of all pairs", slow)
@@ -145,8 +172,8 @@ class FsdpRunner(Runner):
         packed: Any = self.packed
         reports, place = [], device.current_device()
         prepared = [
-            make_micro_batch(rows, self.groups.token_shard(cp_size), self.spec.hidden_offset, place, self._packer)
-            for rows, cp_size in zip(work.micro_batches, work.cp_sizes, strict=True)
+            self._reader.micro_batch(rows, self.groups.token_shard(cp_size), place, calls)
+            for rows, cp_size, calls in zip(work.micro_batches, work.cp_sizes, self._calls(work), strict=True)
         ]
         for number, micro in enumerate(prepared):
             # FSDP waits for the reductions of gradients only in the last backward pass.
@@ -160,6 +187,13 @@ class FsdpRunner(Runner):
         if work.forward_only:
             packed.reshard()
         return reports
+
+    def _calls(self, work: Pass) -> list[int]:
+        """Returns the calls of the module in each micro-batch: all ranks gather its parameters together."""
+        counts = torch.tensor([max(len(rows), 1) for rows in work.micro_batches])
+        if not self._reader.is_packed:
+            dist.all_reduce(counts, dist.ReduceOp.MAX, group=self.host_group)
+        return counts.tolist()
 
     @property
     def output_head(self) -> OutputHead:
@@ -176,11 +210,7 @@ class FsdpRunner(Runner):
         if self.packed is None:
             return {}
         named, known = local_tensors(self.packed.module), self._shard_map.shards(dist.get_rank())
-        return {name: self.as_described(name, named[name]) for name in known}
-
-    def as_described(self, name: str, local: Tensor) -> Tensor:
-        """Returns this rank's part of a parameter, or of its moments, as its shard describes it: a view."""
-        return local.mT if name in self.table.transposed_parameters else local
+        return {name: shard.described(named[name]) for name, shard in known.items()}
 
     def wait_for(self, parameters: Iterable[Tensor] | None = None) -> None:
         """Does not wait: parameters are always complete."""
@@ -253,25 +283,3 @@ def output_head(module: Any, scale: LogitScale, table: ModuleTable) -> OutputHea
     (name,) = {n for n, p in module.named_parameters(remove_duplicate=False) if p is weight and n in shards}
     vocab, hidden = weight.shape
     return OutputHead(shards[name].pieces[0].tensor, vocab, hidden, scale.softcap, scale.scale)
-
-
-def check_module_layout(module: Any, layout: Layout, where: str) -> None:
-    """Checks that the parallel sizes divide a module, and that all its layers have context parallelism with cp."""
-    config = module.config.get_text_config()
-    heads = config.num_attention_heads
-    if heads % (layout.tp * layout.cp):
-        raise UserError(
-            f"layout {layout}: tp{layout.tp} * cp{layout.cp} does not divide the {heads} attention heads of "
-            f"{where}. Choose divisors."
-        )
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if kv_heads % layout.tp:
-        raise UserError(
-            f"layout {layout}: tp{layout.tp} does not divide the {kv_heads} key-value heads of {where}. "
-            "Choose a divisor."
-        )
-    others = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if layout.cp > 1 and has_images(module.config) and marks_images(module.base_model):
-        raise UserError(f"layout {layout}: no cp with images that attend to themselves, of {where}. Leave out cp.")
-    if layout.cp > 1 and others:
-        raise UserError(f"layout {layout}: no cp with layers of the kind {min(others)} of {where}. Leave out cp.")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from verl_mg.errors import UserError
+from verl_mg.models.hf_config import other_choice
 
-SCALES = (("logit_scale", 1), ("logits_scaling", -1))
-"""Fields of configurations that multiply logits, with the sign of their exponent (Cohere, Granite)."""
+SMALL, LARGE = 2.0**-14, 2.0**30
+"""Products so small that a softcap does not bend them, and so large that only a softcap is left of them."""
 PROBES = (-60.0, -7.0, -0.5, 0.0, 0.25, 3.0, 40.0)
-"""Products for which the module's own logits are compared with `LogitScale`: near 0, and where a softcap bends them."""
+"""Products for which the module's logits are compared with `LogitScale`: near 0, and where a softcap bends them."""
+DIGITS = 6  # of a measured scale that rounding leaves right
 
 
 @dataclass(frozen=True)
@@ -29,59 +35,78 @@ class LogitScale:
         scaled = self.scale * products
         return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
 
-
-def read_logit_scale(model: Any, where: str) -> LogitScale:
-    """Returns the function from products to logits of a causal language model, compared with its own code."""
-    # A model that scales its logits in a way that no field names would get wrong log-probs without any other sign.
-    config, head = model.config.get_text_config(), model.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
-        raise UserError(f"{where}: its output layer has a bias or none. Use backend: megatron, or another model.")
-    factor = 1.0
-    for name, exponent in SCALES:
-        if getattr(config, name, None):
-            factor *= float(getattr(config, name)) ** exponent
-    cap = getattr(config, "final_logit_softcapping", None)
-    known = LogitScale(factor, float(cap) if cap else None)
-    products = torch.tensor(PROBES)
-    if not torch.allclose(_module_logits(model, products), known.apply(products), rtol=1e-5, atol=1e-5):
-        raise UserError(
-            f"{where}: {type(model).__name__} computes logits in a way that is not known. Use backend: megatron, or "
-            "another model."
-        )
-    return known
+    @classmethod
+    def measured(cls, logits: Callable[[Tensor], Tensor]) -> LogitScale | None:
+        """Returns what a module does with products, found without a name of a field; None for anything else."""
+        products = torch.tensor((SMALL, LARGE, *PROBES))
+        found = logits(products)
+        slope, far = float(found[0]) / SMALL, float(found[1])
+        # Of 1/3 and of 1.0 a float32 product leaves seven digits.
+        short = round(slope, DIGITS)
+        scale = short if abs(short - slope) <= 1e-6 * abs(slope) else slope
+        known = cls(scale, None if abs(far) > 0.5 * abs(slope) * LARGE else abs(far))
+        return known if torch.allclose(found, known.apply(products), rtol=1e-5, atol=1e-5) else None
 
 
-def _module_logits(model: Any, products: Tensor) -> Tensor:
-    """Returns the logits that the model's own `forward` makes of products, with its body and head left out."""
-    output = model.get_output_embeddings()
-    body, head = model.base_model_prefix, next(n for n, child in model.named_children() if child is output)
-    kept = {name: model._modules[name] for name in (body, head)}
+def body_of(module: Any) -> Any:
+    """Returns the model of `transformers` that computes the hidden states of a causal language model."""
+    if module.base_model is not module:
+        return module.base_model
+    # Its name is not the one that the class says (Llama 4).
+    return next((child for child in module.children() if isinstance(child, PreTrainedModel)), module)
+
+
+def read_logit_scale(model: Any, model_dir: Path) -> LogitScale:
+    """Returns the function from products to logits of a causal language model, measured on its code."""
+    where, head = model_dir / "config.json", model.get_output_embeddings()
+    if not isinstance(head, nn.Linear) or head.bias is not None:
+        raise UserError(f"{where}: its output layer has a bias or is no matrix. {other_choice(model_dir)}")
     try:
-        # The body returns the products as hidden states, and the head passes them on: the model's scaling is left.
-        model._modules |= {body: _Returns(products[None, :, None]), head: nn.Identity()}
-        logits: Tensor = model(input_ids=torch.zeros(1, len(products), dtype=torch.int64)).logits
+        scale = LogitScale.measured(lambda products: _module_logits(model, products))
+        reason = ""
+    except Exception as error:  # of code that was not written for a probe: of any kind
+        scale, reason = None, f" ({type(error).__name__}: {' '.join(str(error).split()).removesuffix('.')})"
+    if scale is None:
+        raise UserError(
+            f"{where}: {type(model).__name__} computes logits in a way that is not known{reason}. "
+            f"{other_choice(model_dir)}"
+        )
+    return scale
+
+
+@torch.no_grad()
+def _module_logits(model: Any, products: Tensor) -> Tensor:
+    """Returns the logits that the model's `forward` makes of products, with its body and head left out."""
+    body, hidden = body_of(model), products[None, :, None]
+    # The body returns the products as hidden states, and the head passes them on: the model's scaling is left.
+    parts = [body, *(child for child in body.children() if isinstance(child, PreTrainedModel))]
+    head, ids = model.get_output_embeddings(), torch.zeros(1, len(products), dtype=torch.int64)
+    with _replaced(parts, lambda *_, **__: _Output(hidden)), _replaced([head], lambda states: states):
+        logits: Tensor = model(input_ids=ids).logits
+    return logits.flatten().float()
+
+
+@contextmanager
+def _replaced(modules: list[nn.Module], forward: Callable[..., Any]) -> Iterator[None]:
+    """Gives modules another `forward`; their parameters and fields stay, which the code around them may read."""
+    for module in modules:
+        vars(module)["forward"] = forward
+    try:
+        yield
     finally:
-        model._modules |= kept
-    return logits.detach().flatten().float()
-
-
-class _Returns(nn.Module):
-    """Body of a model that returns given hidden states."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        super().__init__()
-        self._hidden = hidden
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return _Output(last_hidden_state=self._hidden)
+        for module in modules:
+            del vars(module)["forward"]
 
 
 class _Output(SimpleNamespace):
     """Output of a body: fields that are not set are None."""
 
+    def __init__(self, hidden: Tensor) -> None:
+        super().__init__(last_hidden_state=hidden)
+
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)
 
-    def __getitem__(self, index: int) -> Any:
-        return self.last_hidden_state if index == 0 else None
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state, *[None] * 4)[index]

@@ -43,10 +43,12 @@ class ParameterSplit:
         parts = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
         return cls(placement.dim % parameter.dim(), parts, dim)
 
-    def transposed(self) -> ParameterSplit:
-        """Returns the split of stacked matrices that are described transposed: their second and third dimension."""
-        dims = {None: None, 0: 0, 1: 2, 2: 1}
-        return ParameterSplit(dims[self.tensor_dim], self.parts, dims[self.dim])
+    def part(self, whole: Tensor, index: int, count: int) -> Tensor:
+        """Returns the part of a whole parameter on a tensor-parallel rank."""
+        if self.tensor_dim is None:
+            return whole
+        parts = whole.chunk(self.parts, self.tensor_dim)
+        return torch.cat([part.chunk(count, self.tensor_dim)[index] for part in parts], self.tensor_dim)
 
     def first_part(self, shape: Sequence[int], sharding: int, tp: int) -> tuple[int, ...]:
         """Returns the shape of the part on the first rank, to which FSDP pads all other ranks' parts."""
@@ -79,7 +81,8 @@ def fsdp_shard_map(
 def _local_shard(shard: Shard, split: ParameterSplit, tensor: tuple[int, int], data: tuple[int, int]) -> Shard:
     """Returns the part of a whole parameter on a rank, given (index, size) on both dimensions of the mesh."""
     runs = []
-    for dim, size in enumerate(shard.shape):
+    # The split has the parameter's own dimensions, of which the shard may have another order.
+    for dim, size in zip(shard.order or range(len(shard.shape)), shard.shape, strict=True):
         indices = torch.arange(size)
         if split.tensor_dim == dim:  # a chunk of all, or one of each of the parts packed together
             indices = torch.cat([part.chunk(tensor[1])[tensor[0]] for part in indices.chunk(split.parts)])
@@ -92,8 +95,12 @@ def _local_shard(shard: Shard, split: ParameterSplit, tensor: tuple[int, int], d
     for ranges in product(*map(_with_targets, runs)):
         source: Box = tuple(each for each, _ in ranges)
         target: Box = tuple(each for _, each in ranges)
-        pieces += [_moved(piece, source, target) for piece in shard.pieces if intersect(piece.target, source)]
-    return Shard(shape, tuple(pieces))
+        pieces += [
+            _moved(piece, common, translate_box(common, source, target))
+            for piece in shard.pieces
+            if (common := intersect(piece.target, source)) is not None
+        ]
+    return Shard(shape, tuple(pieces), order=shard.order)
 
 
 def _runs(indices: Tensor) -> list[tuple[int, int]]:
@@ -112,8 +119,6 @@ def _with_targets(runs: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int]
     return placed
 
 
-def _moved(piece: Piece, source: Box, target: Box) -> Piece:
-    """Returns the part of a piece of the whole parameter in a box, which is at `target` in the local one."""
-    common = intersect(piece.target, source)
-    assert common is not None
-    return Piece(piece.tensor, piece.source_of(common), translate_box(common, source, target))
+def _moved(piece: Piece, part: Box, target: Box) -> Piece:
+    """Returns a part of a piece of the whole parameter, which is at `target` in the local one."""
+    return Piece(piece.tensor, piece.source_of(part), target)

@@ -12,8 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl_mg.config import FsdpConfig
 from verl_mg.fsdp.mesh import check_mesh, rank_grid
-from verl_mg.fsdp.model import build_module, logit_scale_of, parameter_splits, shard_tensors, sharded_blocks
-from verl_mg.fsdp.model_runner import check_module_layout
+from verl_mg.fsdp.model import (
+    build_module,
+    check_module_layout,
+    logit_scale_of,
+    parameter_splits,
+    shard_tensors,
+    sharded_blocks,
+)
 from verl_mg.fsdp.shard_map import fsdp_shard_map
 from verl_mg.layout import Layout, Placement
 from verl_mg.sharding.module_table import ModuleTable
@@ -38,17 +44,14 @@ class ShardedModule:
         buffer_bytes: bytes of buffers, which every rank has whole.
     """
 
-    def __init__(
-        self, table: ModuleTable, divided: Callable[[ModuleTable, int], Any], layout: Layout, options: FsdpConfig
-    ) -> None:
+    def __init__(self, divided: Callable[[int], Any], table: ModuleTable, layout: Layout, options: FsdpConfig) -> None:
         check_mesh(layout, options.replicas)
-        check_module_layout(divided(table, 1), layout, str(table.model_dir / "config.json"))
-        module = divided(table, layout.tp)
+        check_module_layout(divided(1), layout, str(table.model_dir / "config.json"))
+        module = divided(layout.tp)
         self._table, self._replicas, self._layout = table, options.replicas, layout
         self.sharding = layout.dp * layout.cp // options.replicas
-        splits = parameter_splits(module, self.sharding)
+        self._splits = splits = parameter_splits(module, self.sharding)
         frozen = table.vision_parameters if options.freeze_vision_tower else frozenset()
-        self._splits = splits | {name: splits[name].transposed() for name in table.transposed_parameters}
         named = dict(module.named_parameters())
         # By identity: a tied parameter has one name in `named`, in a layer or outside.
         layers = [{id(parameter) for parameter in block.parameters()} for block in sharded_blocks(module)]
@@ -89,10 +92,10 @@ class ShardedModule:
         return fsdp_shard_map(table.parameter_shards(), self._splits, grid, table.tensor_index.tensors)
 
 
-def divided_module(table: ModuleTable, tp: int) -> Any:
+def divided_module(table: ModuleTable, is_packed: bool, tp: int) -> Any:
     """Builds a module with its parameters divided among tensor-parallel ranks, of which this process is the first."""
     # The real module on a mesh without process groups: a plan has no rules of division that could differ from a job's.
-    module = build_module(table.model_dir, table.head, torch.float32)
+    module = build_module(table.model_dir, table.head, torch.float32, is_packed)
     # For its error: the result is not needed here.
     logit_scale_of(module, table.head, table.model_dir)
     mesh = DeviceMesh("cpu", torch.arange(tp), _init_backend=False, _rank=0) if tp > 1 else None

@@ -33,7 +33,7 @@ class FsdpTrainer(Trainer):
 
         zero     gradients are freed
         run      FSDP sums gradients over the data mesh in float32, without dividing
-        sum      `_complete_gradients` adds what FSDP does not: norms of heads over tp, adapters over all ranks
+        sum      `_complete_gradients` adds what FSDP does not: norms of heads over tp, else whole parameters
         step     one norm of all parts, each element counted once; clip; AdamW on this rank's parts
     """
 
@@ -52,10 +52,10 @@ class FsdpTrainer(Trainer):
         # Empty parts are left out: a rank has none of a parameter with fewer rows than ranks.
         self._weights = {name: nn.Parameter(local_part(p)) for name, p in self._parameters.items()}
         filled = {name: weight for name, weight in self._weights.items() if weight.numel()}
-        # As megatron-core: neither vectors nor biases decay.
+        # As megatron-core: neither vectors nor biases decay, nor single numbers.
         kinds = {1.0: [], 0.0: []}  # type: dict[float, list[nn.Parameter]]
         for name, weight in filled.items():
-            kinds[0.0 if self._parameters[name].dim() == 1 or name.endswith("bias") else 1.0].append(weight)
+            kinds[0.0 if self._parameters[name].dim() < 2 or name.endswith("bias") else 1.0].append(weight)
         groups = [{"params": weights, "wd_mult": factor} for factor, weights in kinds.items() if weights]
         c = self._config
         # An optimizer needs a parameter, also on a rank that has no part of any.
@@ -90,7 +90,7 @@ class FsdpTrainer(Trainer):
             kinds = {WEIGHTS: weight.detach(), **{k: self.optimizer.state.get(weight, {}).get(k) for k in MOMENTS}}
             for namespace, values in kinds.items():
                 if values is not None:
-                    values = self.runner.as_described(name, values)
+                    values = shards[name].described(values)
                     yield from stored_boxes(namespace, shards[name], values, full_box(tuple(values.shape)))
 
     def _use_restored_weights(self) -> None:
@@ -113,11 +113,13 @@ class FsdpTrainer(Trainer):
         return loss_closure
 
     def _complete_gradients(self) -> Report:
-        """Sums the gradients that the backward pass has not summed: of tensor-parallel parts, and of adapters."""
-        groups = self.runner.groups
+        """Sums the gradients that the backward pass has not summed: of tensor-parallel parts, adapters and numbers."""
+        groups, adapters = self.runner.groups, self.runner.lora
+        whole = frozenset(name for name, parameter in self._parameters.items() if not parameter.dim())
+        whole |= adapters.module_parameters if adapters else frozenset()
         for names, group in (
-            (self.runner.summed_gradients, groups.tensor_group),
-            (self.runner.lora.module_parameters if self.runner.lora else frozenset(), groups.group),
+            (self.runner.summed_gradients, groups.tensor_ranks.group),
+            (whole, groups.group),
         ):
             grads = [local_part(self._with_gradient(self._parameters[n])) for n in sorted(names & self._weights.keys())]
             if grads and group is not None and group.size() > 1:

@@ -19,6 +19,7 @@ from verl_mg.checkpoint.peft import adapted_tensors
 from verl_mg.config import Config, GuardConfig, OptimizerConfig, TrainableConfig
 from verl_mg.config.roles import RoleSection
 from verl_mg.errors import UserError
+from verl_mg.fsdp.family_check import FamilyChecks
 from verl_mg.fsdp.mesh import MeshGroups, check_mesh
 from verl_mg.fsdp.model_runner import FsdpRunner
 from verl_mg.fsdp.trainer import FsdpTrainer, check_trainable
@@ -146,6 +147,7 @@ class FsdpBackend(Backend):
     def __init__(self, config: Config, context: JobContext) -> None:
         super().__init__(config, context)
         self._groups: dict[tuple[Placement, bool], MeshGroups] = {}
+        self._families = FamilyChecks()
 
     @staticmethod
     def table(path: Path) -> ModelTable:
@@ -173,7 +175,7 @@ class FsdpBackend(Backend):
         key, shared = (placement, dynamic_cp), self._context.process_groups
         if key not in self._groups:
             self._groups[key] = MeshGroups(placement, spec.fsdp.replicas, dynamic_cp, shared)
-        runner = FsdpRunner(spec, self._groups[key], self._context.directories, self._context.timer)
+        runner = FsdpRunner(spec, self._groups[key], self._context.directories, self._context.timer, self._families)
         if training is None:
             return runner, None
         return runner, FsdpTrainer(runner, training.optimizer, training.guard, training.name)

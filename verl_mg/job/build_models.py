@@ -140,6 +140,7 @@ class ModelRoleBuilder:
             keeps_multi_token=kind.keeps_multi_token,
             trained=trainable is not None and self._learns,
             from_checkpoint=trainable is not None and self._from_checkpoint,
+            longest_row=self._config.data.max_prompt_tokens + self._config.rollout.max_new_tokens,
             recompute=trainable.recompute if trainable else False,
             lora=trainable.lora if trainable else None,
             kernels=self._backends[self._section(role).backend].kernels(path, dtype),

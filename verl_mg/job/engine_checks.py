@@ -40,7 +40,7 @@ class ModelCase:
 
 
 MODEL_REFUSALS: tuple[Refusal[ModelCase], ...] = (
-    Refusal(lambda c: c.job.rollout.wire != "cast" and c.table.tensor_index.transposed,
+    Refusal(lambda c: c.job.rollout.wire != "cast" and c.table.tensor_index.has_stacks,
             "rollout.wire={c.job.rollout.wire}: quantized experts of {c.table.config.architecture} are not supported. "
             "Write rollout.wire=cast."),
     Refusal(lambda c: c.table.tensor_index.transposed and c.job.rollout.has_servers

@@ -177,6 +177,15 @@ def read_config(model: str | Path) -> HFConfig:
     return config
 
 
+def other_choice(model: str | Path) -> str:
+    """Returns what to do about a model that the backend fsdp refuses, as the last sentence of its message."""
+    try:
+        read_config(model)
+    except UserError:  # Megatron has no such family
+        return "Use another model."
+    return "Use backend: megatron, or another model."
+
+
 def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
     """Parses the decoded JSON of a config.json; UserError for a field that is missing or not supported."""
     if not isinstance(raw, dict):

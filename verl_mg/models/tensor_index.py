@@ -80,6 +80,11 @@ class TensorIndex:
         """Names of the tensors that the files stack transposed."""
         return frozenset(name for name, place in self.stacked.items() if place.transposed)
 
+    @property
+    def has_stacks(self) -> bool:
+        """Whether the experts' matrices are in stacks that are not taken apart, or transposed ones."""
+        return bool(self.transposed) or any(entry.stacked for entry in self.entries.values())
+
 
 def index_of(model: ModelSpec) -> TensorIndex:
     """Returns the tensors of a model, layer by layer, expert by expert."""

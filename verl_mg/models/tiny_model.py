@@ -58,6 +58,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     },
     "olmo2": {"attention_bias": False},
     "phi3": {},
+    "gpt2": {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt_oss": {},
 }
 SPARSE = ("deepseek_v32", "glm_moe_dsa")

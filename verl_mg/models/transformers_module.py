@@ -54,9 +54,10 @@ def has_images(config: PretrainedConfig) -> bool:
 
 def module_class(config: PretrainedConfig) -> Any:
     """Returns the class of `transformers` that builds the language model, with its vision tower where it has one."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForImageTextToText if has_images(config) else AutoModelForCausalLM
+    with_images = has_images(config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
 
 
 def meta_module(config: PretrainedConfig, where: str | Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:

@@ -10,6 +10,7 @@ from functools import cache, cached_property, partial
 import torch
 
 from verl_mg.config import FsdpConfig
+from verl_mg.fsdp.family_check import Form, form_of
 from verl_mg.fsdp.sharded_module import ShardedModule, divided_module
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.layout.suggest import resolve_layout
@@ -240,15 +241,24 @@ def kv_bytes(weights: ModelTable, layout: EngineLayout, stage: int) -> int:
 def sharded_module(inputs: PlanInputs, layout: Layout) -> ShardedModule:
     """Returns the module of a role under a layout; UserError where the layout does not divide it."""
     assert isinstance(inputs.weights, ModuleTable) and inputs.options.fsdp
-    return _sharded_module(inputs.weights, layout, inputs.options.fsdp)
+    form = form_of_rows(inputs)
+    form.check(layout, str(inputs.weights.model_dir / "config.json"))
+    return _sharded_module(inputs.weights, form.is_packed, layout, inputs.options.fsdp)
 
 
+def form_of_rows(inputs: PlanInputs) -> Form:
+    """Returns the form in which a role computes rows with the FSDP backend."""
+    assert isinstance(inputs.weights, ModuleTable)
+    return _form_of(inputs.weights, inputs.sequence)
+
+
+_form_of = cache(form_of)  # equal for every layout
 _divided_module = cache(divided_module)  # equal for every layout with the same tp
 
 
 @cache  # equal for every batch and all hardware
-def _sharded_module(table: ModuleTable, layout: Layout, options: FsdpConfig) -> ShardedModule:
-    return ShardedModule(table, _divided_module, layout, options)
+def _sharded_module(table: ModuleTable, is_packed: bool, layout: Layout, options: FsdpConfig) -> ShardedModule:
+    return ShardedModule(partial(_divided_module, table, is_packed), table, layout, options)
 
 
 def _module_parts(inputs: PlanInputs, layout: Layout, is_trained: bool) -> dict[str, int]:

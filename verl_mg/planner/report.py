@@ -18,7 +18,7 @@ from verl_mg.planner.cost import bubble_share, stage_seconds, utilization
 from verl_mg.planner.efficiency import CALIBRATION
 from verl_mg.planner.inputs import GIB, AuxiliaryRole, PlanInputs
 from verl_mg.planner.iteration_time import gathered_bytes, samples_at_once
-from verl_mg.planner.memory import micro_batch_bytes
+from verl_mg.planner.memory import form_of_rows, micro_batch_bytes
 from verl_mg.planner.memory_phases import phases, problem
 from verl_mg.planner.search import Pair, RolloutSide, TrainSide
 from verl_mg.planner.training_options import Recompute, TrainingOptions
@@ -313,8 +313,17 @@ def assumptions(inputs: PlanInputs) -> list[str]:
         *_encodings(inputs),
         f"seconds are predicted by a model {CALIBRATION}; no run of this project was compared with it"
         + ", and no figure is of the backend fsdp" * bool(inputs.options.fsdp),
+        *_rows(inputs),
         *inputs.notes,
     ]
+
+
+def _rows(inputs: PlanInputs) -> Iterator[str]:
+    if inputs.options.fsdp and (form := form_of_rows(inputs)).reason:
+        yield (
+            f"rows are computed each by itself, one call of the module for a row: packed, {form.reason}; each call "
+            "gathers the layers again, which is not counted"
+        )
 
 
 def _states(options: TrainingOptions) -> str:

@@ -10,7 +10,7 @@ from math import prod
 
 from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.sharding.boxes import Shard
-from verl_mg.sharding.shard_map import BoxReplicas, ShardMap
+from verl_mg.sharding.shard_map import Replicas, ShardMap
 
 
 class TensorChunk:
@@ -27,9 +27,9 @@ class TensorChunk:
         shards = self._shards(rank).items()
         return {name: shard for name, shard in shards if shard.pieces and shard.pieces[0].tensor in self.tensors}
 
-    def replicas(self, tensor: str) -> Sequence[BoxReplicas]:
+    def replicas(self, tensor: str) -> Replicas:
         """Returns the replicas of a tensor of the chunk; empty for other tensors."""
-        return self._whole.replicas(tensor) if tensor in self.tensors else ()
+        return self._whole.replicas(tensor) if tensor in self.tensors else Replicas()
 
     def sharding_key(self, tensor: str) -> Hashable:
         """Returns the key of the whole shard map."""

@@ -21,6 +21,7 @@ member LAYOUT/RANK, such as "tp2/1":
 
     places    for each box of the member: [parameter, [[begin, end], ...], first byte, bytes]
     dtypes    the dtype of each of these parameters
+    orders    dimensions of these parameters in the order that boxes have, where it is not the parameter's own
 
 A box that several members need is in the file once.
 """
@@ -42,9 +43,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from verl_mg.sharding.boxes import Box
+from verl_mg.sharding.boxes import Box, Order
 
-FORMAT = "verl_mg changes 1"  # name and number of the format; the number changes with the fields
+FORMAT = "verl_mg changes 2"  # name and number of the format; the number changes with the fields
 ALIGNMENT = 8  # parts of a code begin at multiples of this number of bytes
 HEADER_BYTES = 32
 SLAB_ELEMENTS = 2**20  # a multiple of 8
@@ -223,6 +224,7 @@ class Place:
     parameter: str
     box: Box  # box in the parameter
     dtype: torch.dtype  # dtype of the parameter
+    order: Order = ()  # its dimensions in the order that the box has
 
 
 def member_name(layout: str, rank: int) -> str:
@@ -235,15 +237,19 @@ def write_changes(path: Path, changes: Iterable[tuple[Tensor, Sequence[Place]]])
     codes: list[Tensor] = []
     places: dict[str, list[tuple[str, Box, int, int]]] = defaultdict(list)
     dtypes: dict[str, dict[str, str]] = defaultdict(dict)
+    orders: dict[str, dict[str, Order]] = defaultdict(dict)
     end = 0
     for code, wanted in changes:
         codes.append(code.cpu())
         for place in wanted:
             places[place.member].append((place.parameter, place.box, end, len(code)))
             dtypes[place.member][place.parameter] = str(place.dtype).removeprefix("torch.")
+            if place.order:
+                orders[place.member][place.parameter] = place.order
         end += len(code)
     content = torch.cat(codes) if codes else torch.zeros(0, dtype=torch.uint8)
-    metadata = {"format": FORMAT, "places": json.dumps(places), "dtypes": json.dumps(dtypes)}
+    by_member = {"places": places, "dtypes": dtypes, "orders": orders}
+    metadata = {"format": FORMAT} | {key: json.dumps(value) for key, value in by_member.items()}
     save_file({"codes": content}, path, metadata)
     return path.stat().st_size
 
@@ -266,6 +272,7 @@ class ChangesFile:
         self._places = json.loads(metadata["places"]).get(member, [])
         self.dtypes: Mapping[str, str] = json.loads(metadata["dtypes"]).get(member, {})
         """Dtypes of the member's parameters that are changed."""
+        self.orders: Mapping[str, Order] = json.loads(metadata["orders"]).get(member, {})
         self.nbytes = sum(size for *_, size in self._places)  # bytes of the member's codes
 
     def patches(self, device: torch.device) -> Iterator[Patch]:

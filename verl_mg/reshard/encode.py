@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -39,7 +39,7 @@ from verl_mg.reshard.encoding import Encoding, add_largest, check_packing, encod
 from verl_mg.reshard.schedule import Schedule
 from verl_mg.sharding.boxes import Box, Piece, Shard, box_shape, slices
 from verl_mg.sharding.model_table import ModelTable
-from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, ShardMap
+from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, Replicas, ShardMap
 
 
 def quantized_tensors(table: ModelTable) -> frozenset[str]:
@@ -86,10 +86,10 @@ class EncodedShardMap(ABC):
             self._add_scales(result, name, shard)
         return result
 
-    def replicas(self, tensor: str) -> Sequence[BoxReplicas]:
+    def replicas(self, tensor: str) -> Replicas:
         """Returns the boxes of values or scales, each with all its ranks."""
         if tensor in self.encoded:
-            return [self._values(item) for item in self.whole.replicas(tensor)]
+            return Replicas(self._values(item) for item in self.whole.replicas(tensor))
         if tensor not in self._tensor_of:
             return self.whole.replicas(tensor)
         locations: dict[Box, list[BoxLocation]] = defaultdict(list)
@@ -100,7 +100,7 @@ class EncodedShardMap(ABC):
                 if scales:
                     name, box, at = scales
                     locations[box].append(BoxLocation(location.ranks, name, at))
-        return [self._merged(box, places) for box, places in locations.items()]
+        return Replicas(self._merged(box, places) for box, places in locations.items())
 
     def sharding_key(self, tensor: str) -> Hashable:
         """Returns the key of the tensor, and whether it is the scales of the tensor of that key."""
@@ -269,6 +269,11 @@ def check_engine_blocks(table: ModelTable, target: ShardMap, encoding: Encoding,
     for rank in ranks:
         encoded.shards(rank)
         for name, shard in target.shards(rank).items():
+            if shard.order and shard.pieces and shard.pieces[0].tensor in encoded.encoded:
+                raise UserError(
+                    f"{name}: the engine has {shard.pieces[0].tensor} transposed, and scales of transposed weights are "
+                    "not supported. Write rollout.wire=cast."
+                )
             if encoding.tile and shard.pieces and shard.pieces[0].tensor in encoded.encoded:
                 (rows, columns), (height, width) = shard.shape, encoding.tile
                 if rows % height or columns % width:

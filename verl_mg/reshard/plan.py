@@ -20,10 +20,9 @@ Each rank receives 2 elements: 4 that it needs, less 2 that it has.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import combinations
 
 from verl_mg.errors import UserError
 from verl_mg.layout import EnginePlacement
@@ -31,7 +30,7 @@ from verl_mg.reshard.epochs import Epochs, Flow, Pattern, cut_into_epochs, patte
 from verl_mg.reshard.routing import BoxRouting, Routes
 from verl_mg.sharding.boxes import Box, full_box, intersect, numel, translate_box, uncovered
 from verl_mg.sharding.model_table import ModelTable
-from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, ShardMap
+from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, Replicas, ShardMap
 
 FLOAT32_BYTES = 4
 
@@ -116,16 +115,15 @@ class Plan:
             rank: global rank.
             itemsize: bytes of an element on the wire, except for tensors that stay float32.
         """
-        held: dict[str, set[Box]] = defaultdict(set)
         needed: dict[str, set[Box]] = defaultdict(set)
-        for boxes, shard_map in ((held, self.source), (needed, self.target)):
-            for shard in shard_map.shards(rank).values():
-                for piece in shard.pieces:
-                    boxes[piece.tensor].add(piece.source)
+        for shard in self.target.shards(rank).values():
+            for piece in shard.pieces:
+                needed[piece.tensor].add(piece.source)
         total = 0
         for tensor in needed.keys() - self._keep:
+            held = self.source.replicas(tensor)
             for box in needed[tensor]:
-                local = sum(numel(common) for b in held.get(tensor, ()) if (common := intersect(b, box)))
+                local = sum(numel(common) for item, common in held.overlaps(box) if rank in item.ranks)
                 total += (numel(box) - local) * self.itemsize(tensor, itemsize)
         return total
 
@@ -144,10 +142,9 @@ class Plan:
             sources, targets = self.source.replicas(names[0]), self.target.replicas(names[0])
             for dst in targets:
                 needed[dst.ranks] += numel(dst.box) * scale
-                for src in sources:
-                    if common := intersect(src.box, dst.box):
-                        moved[self._routing(src.ranks, dst.ranks)] += numel(common) * scale
-                        held[src.ranks, dst.ranks] += numel(common) * scale
+                for src, common in sources.overlaps(dst.box):
+                    moved[self._routing(src.ranks, dst.ranks)] += numel(common) * scale
+                    held[src.ranks, dst.ranks] += numel(common) * scale
         ranks = {rank: RankTraffic() for rank in sorted({*self.source.ranks, *self.target.ranks})}
         for routing, size in moved.items():
             for rank, received, inter_node in routing.receive_counts():
@@ -211,8 +208,7 @@ class Plan:
             flows = [
                 Flow(common, self._routing(src.ranks, dst.ranks))
                 for dst in targets
-                for src in sources
-                if (common := intersect(src.box, dst.box))
+                for src, common in sources.overlaps(dst.box)
             ]
             by_name |= patterns_of(flows, {name: self.position(name) for name in names})
         return sorted(by_name.items(), key=lambda item: self.position(item[0]))
@@ -234,14 +230,14 @@ class Plan:
             for piece in shard.pieces:
                 if piece.tensor in self._keep:
                     continue
-                dst = _replicas_of(self.target, piece.tensor, piece.source)
+                dst = self.target.replicas(piece.tensor).of(piece.source)
                 # A box that a rank needs at two places arrives at the first one only; the other is a copy.
                 first = dst.location_on(rank)
                 if (first.parameter, first.parameter_box) != (parameter, piece.target):
                     position = (first.parameter, first.parameter_box, parameter, piece.target)
                     copies.append(Copy(piece.tensor, *position, from_target=True))
                     continue
-                for src, common in _overlaps(self.source, piece.tensor, piece.source):
+                for src, common in self.source.replicas(piece.tensor).overlaps(piece.source):
                     target_box = translate_box(common, piece.source, piece.target)
                     routes = self._routes(src.ranks, dst.ranks, piece.tensor)
                     sender = routes.source_of(rank)
@@ -257,13 +253,13 @@ class Plan:
     def _outgoing(self, rank: int) -> tuple[Transfer, ...]:
         sends: list[Transfer] = []
         for src, location, tensor in self._boxes_on(self.source, rank):
-            for dst, common in _overlaps(self.target, tensor, src.box):
+            for dst, common in self.target.replicas(tensor).overlaps(src.box):
                 at = translate_box(common, src.box, location.parameter_box)
                 routes = self._routes(src.ranks, dst.ranks, tensor)
                 for peer in routes.direct_receivers.get(rank, ()):
                     sends.append(Transfer(peer, tensor, common, location.parameter, at, forwarded=False))
         for dst, location, tensor in self._boxes_on(self.target, rank):
-            for src, common in _overlaps(self.source, tensor, dst.box):
+            for src, common in self.source.replicas(tensor).overlaps(dst.box):
                 if rank in src.ranks:  # has the box itself, so it is a holder and never a gateway
                     continue
                 at = translate_box(common, dst.box, location.parameter_box)
@@ -278,7 +274,7 @@ class Plan:
             for piece in shard.pieces:
                 if piece.tensor in self._keep:
                     continue
-                replicas = _replicas_of(shard_map, piece.tensor, piece.source)
+                replicas = shard_map.replicas(piece.tensor).of(piece.source)
                 location = replicas.location_on(rank)
                 if (location.parameter, location.parameter_box) == (parameter, piece.target):
                     yield replicas, location, piece.tensor
@@ -340,16 +336,6 @@ def best_stride(
     return min(candidates, key=bytes_received) if len(candidates) > 1 else placement
 
 
-def _replicas_of(shard_map: ShardMap, tensor: str, box: Box) -> BoxReplicas:
-    return next(replicas for replicas in shard_map.replicas(tensor) if replicas.box == box)
-
-
-def _overlaps(shard_map: ShardMap, tensor: str, box: Box) -> Iterator[tuple[BoxReplicas, Box]]:
-    for replicas in shard_map.replicas(tensor):
-        if common := intersect(replicas.box, box):
-            yield replicas, common
-
-
 def _check(source: ShardMap, target: ShardMap, tensors: Iterable[str]) -> None:
     """Raises UserError with tensor and box for the first tensor that the source does not cover exactly once."""
     if source.tensors is not target.tensors:  # usually one object: both maps come from one table
@@ -366,7 +352,7 @@ def _check(source: ShardMap, target: ShardMap, tensors: Iterable[str]) -> None:
             shape = target.tensors[name].shape
             if len(item.box) != len(shape) or intersect(item.box, full_box(shape)) != item.box:
                 raise UserError(f"{name}: the box {item.box} of the target is outside the tensor's shape {shape}.")
-            if missing := uncovered(item.box, boxes[0]):
+            if missing := uncovered(item.box, [common for _, common in held.overlaps(item.box)]):
                 raise UserError(
                     f"{name}: the box {missing[0]}, which rank {item.ranks[0]} needs for "
                     f"{item.locations[0].parameter}, is missing in the source."
@@ -384,10 +370,10 @@ def _check_same_shapes(source: ShardMap, target: ShardMap) -> None:
             )
 
 
-def _check_disjoint(name: str, side: str, replicas: Sequence[BoxReplicas]) -> None:
-    for a, b in combinations(replicas, 2):
-        common = intersect(a.box, b.box)
-        # Target boxes may overlap on different ranks, as with servers of several layouts. In a source they may not: the
-        # values of an element could differ.
-        if common and (side == "source" or set(a.ranks).intersection(b.ranks)):
-            raise UserError(f"{name}: the box {common} is in the {side} twice, in {a.box} and in {b.box}.")
+def _check_disjoint(name: str, side: str, replicas: Replicas) -> None:
+    for a in replicas:
+        for b, common in replicas.overlaps(a.box):
+            # Target boxes may overlap on different ranks, as with servers of several layouts. In a source they may not:
+            # the values of an element could differ.
+            if b is not a and (side == "source" or set(a.ranks).intersection(b.ranks)):
+                raise UserError(f"{name}: the box {common} is in the {side} twice, in {a.box} and in {b.box}.")

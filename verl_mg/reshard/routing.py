@@ -169,7 +169,7 @@ def assign_writes(source: ShardMap, rank: int) -> Iterator[WriteAssignment]:
     # The ranks that have a box take turns from tensor to tensor.
     for parameter, shard in source.shards(rank).items():
         for piece in shard.pieces:
-            replicas = next(item for item in source.replicas(piece.tensor) if item.box == piece.source)
+            replicas = source.replicas(piece.tensor).of(piece.source)
             location = replicas.location_on(rank)
             writer = replicas.ranks[_rotate(source.tensors[piece.tensor].position, len(replicas.ranks))]
             if rank == writer and (location.parameter, location.parameter_box) == (parameter, piece.target):

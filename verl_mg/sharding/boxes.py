@@ -9,18 +9,33 @@ shard    a parameter on one rank: its shape, its pieces, and boxes that are padd
     Shard((8, 4),
           pieces=(Piece("e", source=((8, 10), (0, 4)), target=((0, 2), (0, 4))),)    rows 8 and 9 of e
           padding=(((2, 8), (0, 4)),))                                               6 rows without a token
+
+A shard may describe its parameter with the dimensions in another order, that of its tensors: a loader that transposes
+t (3, 5) into a parameter (5, 3) gives Shard((3, 5), (Piece("t", whole, whole),), order=(1, 0)), one piece instead of
+one for each element. Whoever reads or writes the parameter has the view `shard.described(parameter)`; plans, schedules
+and counts of bytes see boxes only.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from verl_mg.errors import UserError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 Box = tuple[tuple[int, int], ...]
 """Half-open ranges, one for each dimension: ((0, 4), (8, 16)) is rows 0 to 3 of columns 8 to 15."""
+Order = tuple[int, ...]
+"""Dimensions of a parameter in the order in which its shard has them; () where that is the parameter's own order."""
+FEW_BOXES = 16  # boxes up to which looking at each is faster than an index of them
 BlockSize = tuple[int, int]  # rows and columns of the blocks of a matrix, of which each has a scale
 
 
@@ -46,6 +61,26 @@ class Shard:
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]  # pieces of Hugging Face tensors, each element of the shard in at most one of them
     padding: tuple[Box, ...] = ()  # boxes of the shard that no tensor fills, such as the rows that pad a vocabulary
+    order: Order = ()  # the parameter's dimensions in the order of `shape` and of all boxes
+
+    def described(self, parameter: Tensor) -> Tensor:
+        """Returns the parameter as a view with the dimensions of the shard."""
+        return described(parameter, self.order)
+
+    def as_parameter(self, values: Tensor) -> Tensor:
+        """Returns values with the dimensions of the shard as a view with those of the parameter."""
+        return described(values, sorted(range(len(self.order)), key=self.order.__getitem__))
+
+    @property
+    def parameter_shape(self) -> tuple[int, ...]:
+        """Shape of the parameter itself."""
+        # Dimension d of the shard is dimension order[d] of the parameter.
+        return tuple(size for _, size in sorted(zip(self.order, self.shape, strict=True))) if self.order else self.shape
+
+
+def described(parameter: Tensor, order: Sequence[int]) -> Tensor:
+    """Returns a parameter as a view with its dimensions in this order; () is its own."""
+    return parameter.permute(*order) if order else parameter
 
 
 def full_box(shape: tuple[int, ...]) -> Box:
@@ -129,6 +164,9 @@ def contiguous_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[
 
     Elements 2:9 of a tensor (3, 4) are the end of row 0, row 1 and the start of row 2.
     """
+    if not shape:  # a scalar, whose box has no dimension
+        yield from [()] * (stop - start)
+        return
     inner = math.prod(shape[1:])
     while start < stop:
         row, within = divmod(start, inner)
@@ -142,15 +180,50 @@ def contiguous_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[
         start = row * inner + end
 
 
-def uncovered(box: Box, covers: Sequence[Box]) -> list[Box]:
-    """Returns the parts of a box that no other box covers."""
-    overlaps = [common for cover in covers if (common := intersect(cover, box))]
+def uncovered(box: Box, overlaps: Sequence[Box]) -> list[Box]:
+    """Returns the parts of a box that are in none of the boxes within it."""
     if sum(map(numel, overlaps)) == numel(box):  # disjoint, so their sizes add up
         return []
     remaining = [box]
     for cover in overlaps:
         remaining = [part for whole in remaining for part in subtract(whole, cover)]
     return remaining
+
+
+class BoxIndex:
+    """Boxes of one tensor, found by the place of another box.
+
+    Boxes with the same range of the first dimension are together, in an index of the other dimensions where they are
+    many. Those of a table are ranges of rows, or of rows and columns, and are found in the logarithm of their number.
+    """
+
+    def __init__(self, boxes: Sequence[Box], numbers: Sequence[int] | None = None, axis: int = 0) -> None:
+        numbers = range(len(boxes)) if numbers is None else numbers
+        self._axis, dims = axis, len(boxes[0]) if boxes else 0
+        self._scalars = numbers if not dims else ()  # boxes without a dimension, which are all the same
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for number in numbers if dims else ():
+            groups[boxes[number][axis]].append(number)
+        self._ranges = sorted(groups)
+        # Stops do not rise with starts where ranges are nested: the search goes back until all stops are too low.
+        self._highest = list(accumulate((stop for _, stop in self._ranges), max))
+        self._inner: list[Sequence[int] | BoxIndex] = [
+            group if len(group := groups[at]) <= FEW_BOXES or axis + 1 == dims else BoxIndex(boxes, group, axis + 1)
+            for at in self._ranges
+        ]
+
+    def candidates(self, box: Box) -> Iterator[int]:
+        """Yields the numbers of boxes that may have elements in common with this one, all that have some among them."""
+        if self._scalars:
+            yield from self._scalars
+            return
+        start, stop = box[self._axis]
+        number = bisect_left(self._ranges, (stop, -1)) - 1
+        while number >= 0 and self._highest[number] > start:
+            if self._ranges[number][1] > start:
+                inner = self._inner[number]
+                yield from inner.candidates(box) if isinstance(inner, BoxIndex) else inner
+            number -= 1
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:
@@ -176,14 +249,26 @@ def check_shard(parameter: str, shard: Shard) -> None:
                 f"{parameter}: a box of shape {box_shape(piece.source)} of {piece.tensor} is mapped to a box of shape "
                 f"{box_shape(piece.target)}. Trace the table again, or correct it."
             )
-    boxes = sorted([piece.target for piece in shard.pieces] + list(shard.padding))
-    for number, box in enumerate(boxes):
-        if len(box) != len(shard.shape) or intersect(box, full_box(shard.shape)) != box:
+    if shard.order and sorted(shard.order) != list(range(len(shard.shape))):
+        raise UserError(f"{parameter}: {shard.order} is no order of {len(shard.shape)} dimensions.")
+    boxes = [*(piece.target for piece in shard.pieces), *shard.padding]
+    whole = full_box(shard.shape)
+    for box in boxes:
+        if len(box) != len(whole) or intersect(box, whole) != box:
             raise UserError(f"{parameter}: the box {box} is outside the shape {shard.shape} of the parameter.")
-        for other in boxes[number + 1 :]:
-            if other[0][0] >= box[0][1]:  # sorted: no later box can overlap this one
-                break
-            if common := intersect(box, other):
-                raise UserError(f"{parameter}: the box {common} is written twice.")
+    if twice := first_overlap(boxes):
+        raise UserError(f"{parameter}: the box {intersect(*twice)} is written twice.")
     if missing := math.prod(shard.shape) - sum(map(numel, boxes)):
         raise UserError(f"{parameter}: {missing} of {math.prod(shard.shape)} elements have no source tensor.")
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[Box, Box] | None:
+    """Returns two boxes of one tensor with elements in common; None where all are disjoint."""
+    if len(boxes) < 2:
+        return None
+    index = BoxIndex(boxes)
+    for number, box in enumerate(boxes):
+        for other in index.candidates(box):
+            if other != number and intersect(box, boxes[other]) is not None:
+                return box, boxes[other]
+    return None

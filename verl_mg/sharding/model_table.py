@@ -82,11 +82,6 @@ class ModelTable(ABC):
         """Returns the shards of ranks that each have the whole module of `transformers`."""
 
     @property
-    def transposed_parameters(self) -> frozenset[str]:
-        """Names of matrices in the module of `transformers` that `shard_map_replicated` describes transposed."""
-        return frozenset()
-
-    @property
     @abstractmethod
     def has_engine_rules(self) -> bool:
         """Whether there is a built-in table of the engine for this architecture; otherwise the engine is traced."""

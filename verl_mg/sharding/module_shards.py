@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_mg.errors import UserError
-from verl_mg.models.tensor_tree import StackedTensor, expert_shapes
 from verl_mg.models.transformers_module import checkpoint_shapes, meta_module, read_module_config
-from verl_mg.sharding.boxes import Piece, Shard, box_shape, full_box
-from verl_mg.sharding.symbolic_tensor import SymbolicTensor, shard_of, transposed_stack
+from verl_mg.sharding.boxes import Shard
+from verl_mg.sharding.symbolic_tensor import SymbolicTensor, shard_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -34,8 +33,6 @@ class ModuleShards:
     """{name in the module: shard}. A buffer that the checkpoint does not fill is not among them."""
     shapes: Mapping[str, tuple[int, ...]]
     """{name: shape} of the checkpoint's tensors that the module uses, in the order of `shards`."""
-    stacked: Mapping[str, StackedTensor]
-    """Places of the tensors that the files stack transposed; the module stacks the matrices as they are."""
     embedding: str  # name in the module of the input embedding
     output: frozenset[str]
     """Names in the module of the output layer's parameters that are its own; empty where they are the embedding's."""
@@ -76,24 +73,12 @@ def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards
             f"{model_dir}: the checkpoint has no tensor for the parameter {missing[0]} of transformers' module"
             f"{f' and {len(missing) - 1} others' if missing[1:] else ''}. Use the config.json of these weights."
         )
-    stacked: dict[str, StackedTensor] = {}
-    shards: dict[str, Shard] = {}
-    for name in untied:
-        if name not in filled or name in left_out:
-            continue
-        if stack := transposed_stack(filled[name]):
-            members = _members(stack, shapes[stack])
-            shards[name] = _stack_of(members)
-            stacked |= members
-        else:
-            shards[name] = shard_of(name, filled[name])
-    shapes = expert_shapes(shapes, stacked)
+    shards = {name: shard_of(name, filled[name]) for name in untied if name in filled and name not in left_out}
     used = dict.fromkeys(piece.tensor for shard in shards.values() for piece in shard.pieces)
     return ModuleShards(
         config,
         shards,
         {name: shapes[name] for name in used},
-        stacked,
         embedding,
         frozenset(output - tied.keys()),
         frozenset(name for name in shards if name.startswith(text)),
@@ -101,18 +86,6 @@ def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards
         constant & shards.keys(),
         float32 & shards.keys(),
     )
-
-
-def _members(stack: str, shape: tuple[int, ...]) -> dict[str, StackedTensor]:
-    """Returns the matrices of a tensor that stacks them, as separate tensors: `x.3.y` is number 3 of `x.y`."""
-    prefix, _, last = stack.rpartition(".")
-    return {f"{prefix}.{number}.{last}": StackedTensor(stack, shape, number) for number in range(shape[0])}
-
-
-def _stack_of(members: Mapping[str, StackedTensor]) -> Shard:
-    boxes = {name: full_box(place.expert_shape) for name, place in members.items()}
-    pieces = tuple(Piece(name, box, ((number, number + 1), *box)) for number, (name, box) in enumerate(boxes.items()))
-    return Shard((len(pieces), *box_shape(pieces[0].source)), pieces)
 
 
 def _ends(module: PreTrainedModel) -> tuple[str, frozenset[str]]:

@@ -12,7 +12,7 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.models.tensor_index import TensorEntry, TensorIndex
-from verl_mg.models.tensor_tree import Stack, TensorSpec, expert_shapes
+from verl_mg.models.tensor_tree import TensorSpec, expert_shapes
 from verl_mg.models.transformers_module import module_config
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.model_table import SCORE, Head, ModelTable
@@ -81,11 +81,6 @@ class ModuleTable(ModelTable):
         """Names in the module of the parameters that only images pass through."""
         return frozenset(self.module.shards.keys() - self.module.text)
 
-    @property
-    def transposed_parameters(self) -> frozenset[str]:
-        """Names of the parameters that are described transposed, as the built-in table does."""
-        return self.builtin.transposed_parameters if self.builtin else frozenset()
-
     def shard_map_replicated(self, ranks: Sequence[int]) -> ExplicitShardMap:
         """Returns the shards of ranks that each have the whole module of `transformers`."""
         return ExplicitShardMap(dict.fromkeys(ranks, self.parameter_shards()), self.tensor_index.tensors)
@@ -118,12 +113,10 @@ class ModuleTable(ModelTable):
         template = _EXPERT.sub(".experts.{expert}.", name) if expert else name
         template = _LAYER.sub(".{layer}.", template, count=1) if layer else template
         count = self.config.experts.count if self.config.experts else None
-        place = self.module.stacked.get(name)
-        stack = Stack(_LAYER.sub(".{layer}.", place.name, count=1)) if place else None
         stacked = not expert and shape[:1] == (count,) and (len(shape) > 2 or ".experts." in name)
         return TensorEntry(
             0,
-            TensorSpec(template, shape, float32, stack),
+            TensorSpec(template, shape, float32),
             int(layer[1]) if layer else None,
             int(expert[1]) if expert else None,
             stacked,
@@ -136,8 +129,7 @@ def module_table(model_dir: str | Path, head: Head = "language") -> ModuleTable:
     builtin = _builtin(Path(model_dir), head, module)
     config = builtin.config if builtin else _config(Path(model_dir), module)
     if builtin and (stacked := builtin.tensor_index.stacked):
-        # The module's stacks are described by their transposed views, as in the built-in table: exports, checkpoints
-        # and engines then have no second case.
+        # The built-in table has the stacks as separate tensors of experts, of which Megatron's ranks have some.
         described, stacks = builtin.transformers(), {place.name for place in stacked.values()}
         module = replace(module, shards={**module.shards, **{name: described[name] for name in stacks}})
     return ModuleTable(config, head, model_dir=Path(model_dir), module=module, builtin=builtin)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from verl_mg.models.tensor_tree import TensorSpec
-from verl_mg.sharding.boxes import Box, Piece, Shard, full_box
+from verl_mg.sharding.boxes import Box, Order, Piece, Shard, full_box
 
 Axis = Literal["replicated", "tensor", "attention", "vocabulary", "expert"]
 """The parallel axis that shards a parameter: none, tensor parallelism, the tensor parallelism of attention, of the
@@ -158,6 +158,7 @@ class ParamRow:
     tensors: tuple[TensorSpec, ...]  # the Hugging Face tensors that the parameter consists of
     rule: ShardRule = replicate  # function that gives the shard of each rank on the axis
     axis: Axis = "replicated"  # the parallel axis that shards the parameter
+    order: Order = ()  # the parameter's dimensions in the order of its tensors', with that of a stack
 
     @property
     def per_expert(self) -> bool:

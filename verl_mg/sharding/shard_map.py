@@ -26,13 +26,13 @@ ranks that have it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, overload
 
 from verl_mg.models.tensor_index import TensorEntry, TensorIndex, TensorInfo
-from verl_mg.sharding.boxes import Box, Piece, Shard, check_shard
+from verl_mg.sharding.boxes import FEW_BOXES, Box, BoxIndex, Order, Piece, Shard, check_shard, intersect
 from verl_mg.sharding.param_spec import Axis, ParamBlock, ParamRow
 
 Ranks = tuple[int, ...]
@@ -65,6 +65,48 @@ class BoxReplicas:
         return next(location for location in self.locations if rank in location.ranks)
 
 
+class Replicas(Sequence[BoxReplicas]):
+    """The distinct boxes of a tensor, found by their place: a traced table may have many thousands."""
+
+    def __init__(self, items: Iterable[BoxReplicas] = ()) -> None:
+        self._items = tuple(items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, at: int) -> BoxReplicas: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[BoxReplicas]: ...
+    def __getitem__(self, at: int | slice) -> BoxReplicas | Sequence[BoxReplicas]:
+        return self._items[at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Replicas) and self._items == other._items
+
+    def __hash__(self) -> int:
+        return hash(self._items)
+
+    def of(self, box: Box) -> BoxReplicas:
+        """Returns the replicas of a box, which is one of the tensor's."""
+        return self._by_box[box]
+
+    def overlaps(self, box: Box) -> Iterator[tuple[BoxReplicas, Box]]:
+        """Yields the replicas with elements in a box, and the box of these elements."""
+        found = self._index.candidates(box) if len(self._items) > FEW_BOXES else range(len(self._items))
+        for number in found:
+            if (common := intersect(self._items[number].box, box)) is not None:
+                yield self._items[number], common
+
+    @cached_property
+    def _by_box(self) -> dict[Box, BoxReplicas]:
+        return {item.box: item for item in self._items}
+
+    @cached_property
+    def _index(self) -> BoxIndex:
+        return BoxIndex([item.box for item in self._items])
+
+
 class ShardMap(Protocol):
     """Parameters of a set of global ranks; pure data that is the same on every process."""
 
@@ -82,7 +124,7 @@ class ShardMap(Protocol):
         """Returns the parameters of a rank; empty for a rank without any."""
         ...
 
-    def replicas(self, tensor: str) -> Sequence[BoxReplicas]:
+    def replicas(self, tensor: str) -> Replicas:
         """Returns the distinct boxes of a tensor, each with all its ranks; empty where no rank has the tensor."""
         ...
 
@@ -133,7 +175,7 @@ class DerivedShardMap:
                 members[index.stage, axis, index.axis_index[axis], group].append(rank)
         self._members = {key: tuple(ranks) for key, ranks in members.items()}
         self._interned: dict[Ranks, Ranks] = {}
-        self._replicas: dict[str, tuple[BoxReplicas, ...]] = {}
+        self._replicas: dict[str, Replicas] = {}
 
     def shards(self, rank: int) -> dict[str, Shard]:
         """Builds the shards of the parameters on the rank's stage."""
@@ -151,13 +193,13 @@ class DerivedShardMap:
                 experts = range(first, first + self._local_experts)
                 parts = [_with_names(template, block.layer, expert) for expert in experts]
                 if param.stacked:
-                    result[block.prefix + param.name] = _stack(parts)
+                    result[block.prefix + param.name] = _stack(parts, param.order)
                 else:
                     for local, part in enumerate(parts):
                         result[block.prefix + param.name.format(expert=local)] = part
         return result
 
-    def replicas(self, tensor: str) -> tuple[BoxReplicas, ...]:
+    def replicas(self, tensor: str) -> Replicas:
         """Collects the boxes of the tensor over all parameters that contain it, and keeps them."""
         if tensor not in self._replicas:
             if len(self._replicas) == KEPT_TENSORS:
@@ -172,10 +214,10 @@ class DerivedShardMap:
         stages = self._stages_of.get((entry.tensor.name, entry.layer))
         return entry.tensor.name, stages, entry.expert // self._local_experts if entry.expert is not None else 0
 
-    def _collect_replicas(self, tensor: str) -> tuple[BoxReplicas, ...]:
+    def _collect_replicas(self, tensor: str) -> Replicas:
         entry = self._tensor_index.entries.get(tensor)
         if entry is None:
-            return ()
+            return Replicas()
         locations: dict[Box, list[BoxLocation]] = defaultdict(list)
         for stage, prefix, param in self._specs.get((entry.tensor.name, entry.layer), ()):
             for box, location in self._locations(entry, stage, prefix, param):
@@ -218,16 +260,16 @@ class ExplicitShardMap:
         """Returns the given shards of the rank."""
         return self._shards.get(rank, {})
 
-    def replicas(self, tensor: str) -> Sequence[BoxReplicas]:
+    def replicas(self, tensor: str) -> Replicas:
         """Returns the boxes of the tensor from an index of all shards, which the first call builds."""
-        return self._index.get(tensor, ())
+        return self._index.get(tensor, Replicas())
 
     def sharding_key(self, tensor: str) -> Hashable:
         """Returns the tensor's name: two tensors are never known to have the same boxes."""
         return tensor
 
     @cached_property
-    def _index(self) -> dict[str, tuple[BoxReplicas, ...]]:
+    def _index(self) -> dict[str, Replicas]:
         locations: dict[str, dict[Box, dict[tuple[str, Box], list[int]]]] = defaultdict(
             lambda: defaultdict(lambda: defaultdict(list))
         )
@@ -254,15 +296,15 @@ def _with_names(template: Shard, layer: int | None, expert: int | None = None) -
     return Shard(template.shape, pieces, template.padding)
 
 
-def _stack(parts: Sequence[Shard]) -> Shard:
-    """Stacks shards of equal shape along a new first dimension."""
+def _stack(parts: Sequence[Shard], order: Order) -> Shard:
+    """Stacks shards of equal shape along a new first dimension, of a parameter with its dimensions in this order."""
     pieces = tuple(
         Piece(piece.tensor, piece.source, ((local, local + 1), *piece.target))
         for local, part in enumerate(parts)
         for piece in part.pieces
     )
     padding = tuple(((0, len(parts)), *box) for box in parts[0].padding)  # the same in each
-    return Shard((len(parts), *parts[0].shape), pieces, padding)
+    return Shard((len(parts), *parts[0].shape), pieces, padding, order)
 
 
 class JoinedShardMap:
@@ -281,7 +323,7 @@ class JoinedShardMap:
         """Returns the parameters of a rank; empty for a rank without any."""
         return self._parts[rank].shards(rank) if rank in self._parts else {}
 
-    def replicas(self, tensor: str) -> Sequence[BoxReplicas]:
+    def replicas(self, tensor: str) -> Replicas:
         """Returns the distinct boxes of a tensor in all maps, each with the ranks of all of them."""
         # One box for ranks of several maps: a plan then sends it once to each node, whatever the layouts on it.
         locations: dict[Box, list[BoxLocation]] = defaultdict(list)
@@ -295,9 +337,7 @@ class JoinedShardMap:
         return tuple(part.sharding_key(tensor) for part in self._maps)
 
 
-def _box_replicas(
-    locations: Mapping[Box, Sequence[BoxLocation]], interned: dict[Ranks, Ranks]
-) -> tuple[BoxReplicas, ...]:
+def _box_replicas(locations: Mapping[Box, Sequence[BoxLocation]], interned: dict[Ranks, Ranks]) -> Replicas:
     """Returns boxes with all ranks that have them, whose tuples are equal objects where they are equal."""
     result = []
     for box, at in locations.items():
@@ -307,4 +347,4 @@ def _box_replicas(
         positions = {(location.parameter, location.parameter_box) for location in at}
         locations_of = (BoxLocation(ranks, *positions.pop()),) if len(positions) == 1 else tuple(at)
         result.append(BoxReplicas(box, ranks, locations_of))
-    return tuple(result)
+    return Replicas(result)

@@ -24,11 +24,12 @@ from torch import Tensor
 from verl_mg.errors import UserError
 from verl_mg.sharding.boxes import Piece, Shard, box_shape, check_shard, contiguous_boxes
 
-MAX_BOXES = 2**16  # of one parameter; more result from a transposition, which boxes cannot describe
+MAX_BOXES = 2**16  # of one parameter; more result from a loader that shuffles elements
 
 Index = tuple[int, ...]
 _aten = torch.ops.aten
 _SAME_ELEMENTS = (_aten.clone.default, _aten.detach.default, _aten.alias.default, _aten._to_copy.default)
+_PERMUTATIONS = (_aten.permute.default, _aten.transpose.int, _aten.t.default)
 _RESHAPES = (_aten.view.default, _aten._unsafe_view.default)
 
 
@@ -89,6 +90,8 @@ class SymbolicTensor(Tensor):
             return _cat([_unsqueezed(tensor, dim) for tensor in args[0]], dim)
         if func in _RESHAPES:
             return _reshape(args[0], args[1])
+        if func in _PERMUTATIONS:
+            return _permuted(args[0], func, args[1:])
         # Views are followed by torch itself, on the meta tensor of the part.
         if not func.is_view or len(args[0].parts) != 1:
             raise NotAMoveError(f"the operation {func} of {args[0]!r} cannot be followed")
@@ -99,6 +102,16 @@ class SymbolicTensor(Tensor):
 
 def _of_view(part: Part, view: Tensor) -> SymbolicTensor:
     return SymbolicTensor(view.shape, (Part((0,) * view.dim(), part.tensor, part.whole, view),))
+
+
+def _permuted(tensor: SymbolicTensor, func: Any, args: Sequence[Any]) -> SymbolicTensor:
+    """Returns a tensor with its dimensions in another order, part by part."""
+    # torch itself reads the arguments, on a tensor whose sizes are the numbers of its dimensions.
+    order = func(torch.empty(tuple(range(tensor.dim())), device="meta"), *args).shape
+    parts = [
+        Part(tuple(p.start[axis] for axis in order), p.tensor, p.whole, p.elements.permute(order)) for p in tensor.parts
+    ]
+    return SymbolicTensor([tensor.shape[axis] for axis in order], parts)
 
 
 def _unsqueezed(tensor: SymbolicTensor, dim: int) -> SymbolicTensor:
@@ -150,68 +163,86 @@ def _reshaped(elements: Tensor, shape: tuple[int, ...]) -> Iterator[tuple[Index,
 
 def shard_of(parameter: str, tensor: SymbolicTensor) -> Shard:
     """Returns which boxes of which tensors a parameter consists of; UserError where it does not consist of boxes."""
+    # All parts have their dimensions in one order, which a part without dimensions of length 1 shows the best.
+    runs = [_along(parameter, part) for part in tensor.parts]
+    shown = max(range(len(runs)), key=lambda number: sum(dim is not None for dim in runs[number].dims))
+    order = _order(parameter, tensor.parts[shown], runs[shown].dims)
     pieces: list[Piece] = []
-    for part in tensor.parts:
-        pieces += _pieces(parameter, part)
+    for part, along in zip(tensor.parts, runs, strict=True):
+        pieces += _pieces(parameter, part, along, order)
         if len(pieces) > MAX_BOXES:
             raise _not_boxes(parameter, part)
-    shard = Shard(tuple(tensor.shape), tuple(sorted(pieces, key=lambda piece: piece.target)))
+    shard = Shard(
+        tuple(tensor.shape[axis] for axis in order),
+        tuple(sorted(pieces, key=lambda piece: piece.target)),
+        order=() if order == sorted(order) else tuple(order),
+    )
     check_shard(parameter, shard)
     return shard
 
 
-def transposed_stack(tensor: SymbolicTensor) -> str | None:
-    """Returns the tensor of the checkpoint of which another is the stack of transposed matrices; None for others."""
-    part, whole = tensor.parts[0], torch.empty(tensor.parts[0].whole, device="meta")
-    if len(tensor.parts) > 1 or whole.dim() != 3 or part.elements.shape != whole.mT.shape:
-        return None
-    # Equal strides: matrices of a single element, which are their own transposition.
-    return part.tensor if part.elements.stride() == whole.mT.stride() != whole.stride() else None
+@dataclass(frozen=True)
+class _Along:
+    """Ranges of a tensor's dimensions that a view of it runs along."""
+
+    origin: list[int]  # first element, by dimension of the tensor
+    steps: list[int | None]  # distance of elements in the tensor; None: a single index
+    lengths: list[int]
+    dims: list[int | None]  # dimension of the tensor that each dimension of the view runs along; None: of length 1
 
 
-def _pieces(parameter: str, part: Part) -> Iterator[Piece]:
-    """Yields the boxes of a part: one, or one for each index of a dimension in which its elements are not adjacent."""
+def _along(parameter: str, part: Part) -> _Along:
     view, strides = part.elements, torch.empty(part.whole, device="meta").stride()
-    origin = [int(at) for at in np.unravel_index(int(view.storage_offset()), part.whole)]
-    steps: list[int | None] = [None] * len(part.whole)  # distance of elements in the tensor; None: a single index
-    lengths = [1] * len(part.whole)
-    dims: list[int | None] = []  # dimension of the tensor that each dimension of the view runs along
+    origin = [int(at) for at in np.unravel_index(int(view.storage_offset()), part.whole)] if part.whole else []
+    along = _Along(origin, [None] * len(part.whole), [1] * len(part.whole), [])
     for length, stride in zip(view.shape, view.stride(), strict=True):
         if length == 1:
-            dims.append(None)
+            along.dims.append(None)
             continue
         # The dimension with the largest stride that divides the view's, which a slice with a step multiplies.
         dim = next((d for d, step in enumerate(strides) if stride and part.whole[d] > 1 and stride % step == 0), None)
-        if dim is None or steps[dim] or origin[dim] + stride // strides[dim] * (length - 1) >= part.whole[dim]:
+        if dim is None or along.steps[dim] or origin[dim] + stride // strides[dim] * (length - 1) >= part.whole[dim]:
             raise _not_boxes(parameter, part)
-        steps[dim], lengths[dim] = stride // strides[dim], length
-        dims.append(dim)
-    target_dims = _aligned(parameter, part, dims)
-    separate = [range(n) if (step or 1) > 1 else range(1) for step, n in zip(steps, lengths, strict=True)]
+        along.steps[dim], along.lengths[dim] = stride // strides[dim], length
+        along.dims.append(dim)
+    return along
+
+
+def _order(parameter: str, part: Part, dims: Sequence[int | None]) -> list[int]:
+    """Returns a part's dimensions in the order of its tensor's, which are the last ones of a stack."""
+    leading = len(dims) - len(part.whole)
+    if leading < 0:
+        raise _not_boxes(parameter, part)
+    at = {leading + dim: axis for axis, dim in enumerate(dims) if dim is not None}
+    others = iter(axis for axis, dim in enumerate(dims) if dim is None)
+    return [at[place] if place in at else next(others) for place in range(len(dims))]
+
+
+def _pieces(parameter: str, part: Part, along: _Along, order: Sequence[int]) -> Iterator[Piece]:
+    """Yields the boxes of a part: one, or one for each index of a dimension in which its elements are not adjacent."""
+    leading = len(order) - len(part.whole)
+    dims = [along.dims[axis] for axis in order]
+    if leading < 0 or any(dim is not None and dim != at - leading for at, dim in enumerate(dims)):
+        raise _not_boxes(parameter, part)
+    begin, shape = ([of_dim[axis] for axis in order] for of_dim in (part.start, part.elements.shape))
+    separate = [range(n) if (step or 1) > 1 else range(1) for step, n in zip(along.steps, along.lengths, strict=True)]
     for index in product(*separate):
         source: list[tuple[int, int]] = []
-        target = [(first, first + size) for first, size in zip(part.start, view.shape, strict=True)]
-        for dim, (first, step, length, at) in enumerate(zip(origin, steps, lengths, index, strict=True)):
+        target = [(first, first + size) for first, size in zip(begin, shape, strict=True)]
+        ranges = zip(along.origin, along.steps, along.lengths, index, strict=True)
+        for dim, (first, step, length, at) in enumerate(ranges):
             start = first + at * (step or 1)
             if (step or 1) == 1:
                 source.append((start, start + length))
                 continue
             source.append((start, start + 1))
-            low = part.start[target_dims[dim]]
-            target[target_dims[dim]] = (low + at, low + at + 1)
+            low = begin[leading + dim]
+            target[leading + dim] = (low + at, low + at + 1)
         yield Piece(part.tensor, tuple(source), tuple(target))
-
-
-def _aligned(parameter: str, part: Part, dims: Sequence[int | None]) -> list[int]:
-    """Returns the dimension of the part for each dimension of the tensor: the last ones, in the same order."""
-    leading = len(dims) - len(part.whole)
-    if leading < 0 or any(dim is not None and dim != at - leading for at, dim in enumerate(dims)):
-        raise _not_boxes(parameter, part)
-    return [leading + dim for dim in range(len(part.whole))]
 
 
 def _not_boxes(parameter: str, part: Part) -> UserError:
     return UserError(
-        f"{part.tensor}: transformers transposes or reshapes it to fill the parameter {parameter}, and a weight table "
+        f"{part.tensor}: transformers reshapes or shuffles it to fill the parameter {parameter}, and a weight table "
         "describes only boxes that are moved. Use another model."
     )

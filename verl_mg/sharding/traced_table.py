@@ -3,9 +3,10 @@
     {"format": 2, "architecture": "Qwen3ForCausalLM", "engine": "sglang", "version": "0.5.23",
      "layout": {"tp": 2, "ep": 1, "attention_dp": 1, "pp": 1},
      "ranks": [{"lm_head.weight": {"shape": [4, 8], "pieces": [["lm_head.weight", [[0, 3], [0, 8]], [[0, 3], [0, 8]]]],
-                                   "padding": [[[3, 4], [0, 8]]]}, ...}, ...]}
+                                   "padding": [[[3, 4], [0, 8]]], "order": []}, ...}, ...]}
 
 A piece is the name of a Hugging Face tensor, a box of the tensor, and the box of the parameter with these elements.
+Shape and boxes of a parameter that was transposed are in the order of its tensors' dimensions: [1, 0] of a matrix.
 `verl-mg trace` writes such a file. Jobs and `verl-mg plan` use it instead of the built-in table of the engine with
 `rollout.sharding_table=FILE` (`ModelTable.with_traced_table`).
 """
@@ -117,9 +118,10 @@ class _Parameter(_Strict):
     shape: tuple[_Size, ...]
     pieces: tuple[tuple[str, _Box, _Box], ...]
     padding: tuple[_Box, ...]
+    order: tuple[_Size, ...] = ()  # files of tables without transposed parameters do not have it
 
     def shard(self) -> Shard:
-        return Shard(self.shape, tuple(Piece(*piece) for piece in self.pieces), self.padding)
+        return Shard(self.shape, tuple(Piece(*piece) for piece in self.pieces), self.padding, self.order)
 
 
 class _Layout(_Strict):
@@ -191,6 +193,7 @@ def _parameters(shards: Mapping[str, Shard]) -> dict[str, _Parameter]:
             shape=shard.shape,
             pieces=tuple((piece.tensor, piece.source, piece.target) for piece in shard.pieces),
             padding=shard.padding,
+            order=shard.order,
         )
         for name, shard in shards.items()
     }

@@ -1,7 +1,7 @@
 """Table of `transformers` 5: the parameters of its modules, which stack the experts of a layer, whole on every rank.
 
-A module that has its experts' matrices as (experts, in, out), that of gpt-oss, is described by its transposed views
-(experts, out, in): see `ModelTable.transposed_parameters`.
+A module that has its experts' matrices as (experts, in, out), as its files do, is described in the order of the
+experts' tensors, (experts, out, in): that of gpt-oss.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ def layer_params(layer: LayerSpec, config: HFConfig) -> tuple[ParamRow, ...]:
     if not isinstance(layer.mlp, Experts):
         return params
     each = layer.mlp.each
+    order = (0, 2, 1) if each.down.stack and each.down.stack.transposed else ()
     return (
         *params,
-        ParamRow("mlp.experts.gate_up_proj", each.gate_up),
+        ParamRow("mlp.experts.gate_up_proj", each.gate_up, order=order),
         *optional_param("mlp.experts.gate_up_proj_bias", each.gate_up_bias),
-        ParamRow("mlp.experts.down_proj", (each.down,)),
+        ParamRow("mlp.experts.down_proj", (each.down,), order=order),
         *optional_param("mlp.experts.down_proj_bias", each.down_bias),
     )

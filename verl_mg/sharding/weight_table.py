@@ -195,13 +195,6 @@ class WeightTable(ModelTable):
         sizes = _on_axes(1, layout.tp, layout.attention_tp, layout.expert_tp)
         return self._derive(stages, sizes, layout.ep, indices)
 
-    @property
-    def transposed_parameters(self) -> frozenset[str]:
-        """Names of stacks of experts' matrices, which the module has as (experts, in, out), as the files do."""
-        places = self.tensor_index.stacked.values()
-        # A stack of biases has two dimensions, which a transposition would exchange with the experts.
-        return frozenset(place.name for place in places if place.transposed and len(place.shape) == 3)
-
     def shard_map_replicated(self, ranks: Sequence[int]) -> DerivedShardMap:
         """Returns the shards of ranks that each have the whole module of `transformers`."""
         config = self.config

@@ -26,6 +26,7 @@ class ModelSpec:
     trained: bool = True  # the weights, or adapters to them, are trained
     from_checkpoint: bool = False
     """Leave what is trained uninitialized, for a checkpoint that is restored before the first pass."""
+    longest_row: int = 1024  # tokens of the longest row
     recompute: Recompute = False
     lora: LoraConfig | None = None
     kernels: Kernels = "torch"

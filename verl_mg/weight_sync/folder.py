@@ -30,7 +30,7 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.reshard.delta import Place, member_name, write_changes
 from verl_mg.reshard.delta_transfer import SentValues
-from verl_mg.sharding.boxes import Box, cut, intersect, slices, translate_box
+from verl_mg.sharding.boxes import Box, Order, cut, intersect, slices, translate_box
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.training.runner import Runner
 from verl_mg.weight_sync.servers import SENDER, Engines, Servers, ServerView, SyncResult, all_lost, wait_for_servers
@@ -219,11 +219,12 @@ class FolderSync:
             layout: sum(plan.lower_bounds[member] for member in placement.ranks)
             for layout, placement in zip(layouts, placements, strict=True)
         }
-        places = [_places(chunk, members) for chunk in plan.chunks]
+        orders = {name: {p: s.order for p, s in plan.target.shards(member).items()} for member, name in members.items()}
+        places = [_places(chunk, members, orders) for chunk in plan.chunks]
         return _Written(runner, layouts, plan, places, bytes_of, [SentValues() for _ in plan.chunks])
 
 
-def _places(chunk: Chunk, members: Mapping[int, str]) -> Places:
+def _places(chunk: Chunk, members: Mapping[int, str], orders: Mapping[str, Mapping[str, Order]]) -> Places:
     """Returns where the boxes that this rank sends are in the members, which are ranks of servers by layout."""
     rank = chunk.schedule.rank
     result: dict[tuple[str, Box], list[Place]] = defaultdict(list)
@@ -235,11 +236,11 @@ def _places(chunk: Chunk, members: Mapping[int, str]) -> Places:
             for _, box in cut(sent.box, max(1, sent.nbytes // BOX_BYTES)):
                 places = result[sent.parameter, translate_box(box, sent.box, sent.parameter_box)]
                 at = translate_box(box, arrives.box, arrives.parameter_box)
-                places.append(Place(name, arrives.parameter, at, sent.dtype))
+                places.append(Place(name, arrives.parameter, at, sent.dtype, orders[name][arrives.parameter]))
                 for copy in chunk.received[member].copies:  # a member that needs the box twice
                     if copy.from_target and copy.source == arrives.parameter and intersect(at, copy.source_box) == at:
                         there = translate_box(at, copy.source_box, copy.target_box)
-                        places.append(Place(name, copy.target, there, sent.dtype))
+                        places.append(Place(name, copy.target, there, sent.dtype, orders[name][copy.target]))
     return result
 
 

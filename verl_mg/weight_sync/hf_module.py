@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
+from torch import Tensor
 
 from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.reshard import Schedule
@@ -29,7 +30,8 @@ class HFEngineSync:
         started, runner = time.perf_counter(), weights.runner
         self._engine.begin_update()
         self._plan = self._plan or self._plan_and_share(runner)
-        target = self._engine.parameters(runner.table.transposed_parameters)
+        tensors, shards = self._engine.parameters(), self._plan.target.shards(dist.get_rank())
+        target = {name: shard.described(tensors[name]) for name, shard in shards.items()}
         traffic = [values.send(target) for values in self._plan.values(runner)]
         runner.wait_for()  # the module shares memory with parameters that are not transferred
         self._engine.end_update(weights.version)
@@ -40,13 +42,14 @@ class HFEngineSync:
         ranks, parameters = range(dist.get_world_size()), runner.parameters()
         whole = runner.table.shard_map_replicated(ranks)
         plan = plan_transfer(runner.shard_map(), whole, runner.dtype, sized_by=ranks[:1])
+        shards = whole.shards(dist.get_rank())
         shared = {
-            name: parameters[alias.source].detach()[slice(*alias.rows)]
+            name: shards[name].as_parameter(_rows(parameters[alias.source].detach(), alias))
             for chunk in plan.chunks
             for name, alias in aliases(chunk.schedule).items()
             if alias.source not in runner.computed_parameters  # these are new tensors in each sync
         }
-        self._engine.share(shared, runner.table.transposed_parameters)
+        self._engine.share(shared)
         return plan
 
 
@@ -55,7 +58,7 @@ class Alias:
     """A target parameter that consists of consecutive rows of a source parameter."""
 
     source: str  # the source parameter
-    rows: tuple[int, int]  # its first row, and the row after the last one
+    rows: tuple[int, int]  # its first row, and the row after the last one; of a scalar (0, 1)
 
 
 def aliases(schedule: Schedule) -> dict[str, Alias]:
@@ -74,6 +77,8 @@ def _alias(schedule: Schedule, copies: Sequence[Copy]) -> Alias | None:
     source, target = schedule.source_shapes.get(first.source), schedule.target_shapes[first.target]
     if source is None or len(source) != len(target) or source[1:] != target[1:]:
         return None
+    if not target:  # a scalar, which one copy fills
+        return None if first.from_target else Alias(first.source, (0, 1))
     # All copies must shift rows by the same distance: then they are one run, in the order of the source.
     offset = first.source_box[0][0] - first.target_box[0][0]
     for copy in copies:
@@ -84,3 +89,7 @@ def _alias(schedule: Schedule, copies: Sequence[Copy]) -> Alias | None:
     if offset < 0 or offset + target[0] > source[0]:
         return None
     return Alias(first.source, (offset, offset + target[0]))
+
+
+def _rows(source: Tensor, alias: Alias) -> Tensor:
+    return source[slice(*alias.rows)] if source.dim() else source

@@ -129,7 +129,7 @@ class ProcessEngineSync:
             staging: Staging | PatchStaging
             if changes:
                 patches, counted = values.send_changes(self._sent[number])
-                staging = PatchStaging(patches, self._device)
+                staging = PatchStaging(patches, values.chunk.shards, self._device)
                 patched.append(staging)
             else:
                 staging = Staging(values.chunk.shards, values.chunk.dtypes, self._device, plan.staging_bytes)

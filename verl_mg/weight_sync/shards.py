@@ -325,6 +325,7 @@ class ShardSync:
                 ranks=session.everyone,
                 backend=meeting.backend,
                 padding={name: shard.padding for name, shard in shards.items() if shard.padding},
+                orders={name: shard.order for name, shard in shards.items() if shard.order},
                 dtypes={name: str(dtype).removeprefix("torch.") for name, dtype in dtypes.items()},
                 exact=self._delta or self._wire != "cast",
                 schedules=[chunk.received[member] for chunk in plan.chunks],

@@ -163,17 +163,17 @@ def test_trace_of_a_published_vision_mixture_equals_hand_written(tmp_path):
     experts, width = "model.language_model.layers.1.mlp.experts.", 40
     for rank, shards in enumerate(read_traced_table(table).ranks):
         first, last = rank * width // 2, (rank + 1) * width // 2
-        assert shards[f"{LAYER}mlp.experts.w13_weight"] == stacked(
-            (4, width, 64),
-            [
-                (f"{experts}{e}.gate_up_proj", ((start + first, start + last), (0, 64)), e, row)
-                for e in range(4)
-                for start, row in ((0, 0), (width, width // 2))
-            ],
-        )
-        assert shards[f"{LAYER}mlp.experts.w2_weight"] == stacked(
-            (4, 64, width // 2), [(f"{experts}{e}.down_proj", ((0, 64), (first, last)), e, 0) for e in range(4)]
-        )
+        halves = [
+            Piece(
+                f"{experts}gate_up_proj",
+                ((0, 4), (0, 64), (start + first, start + last)),
+                ((0, 4), (0, 64), (row, row + width // 2)),
+            )
+            for start, row in ((0, 0), (width, width // 2))
+        ]
+        assert shards[f"{LAYER}mlp.experts.w13_weight"] == Shard((4, 64, width), tuple(halves), order=(0, 2, 1))
+        rows = Piece(f"{experts}down_proj", ((0, 4), (first, last), (0, 64)), full_box((4, width // 2, 64)))
+        assert shards[f"{LAYER}mlp.experts.w2_weight"] == Shard((4, width // 2, 64), (rows,), order=(0, 2, 1))
 
 
 @needs_sglang

@@ -1,7 +1,7 @@
 """Rollout engine on a `transformers` model inside the process of the rank, one replica per rank."""
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,24 +96,20 @@ class HFEngine(RolloutEngine):
         """Begins an update; the weights may be written until `end_update`."""
         self._updating = True
 
-    def parameters(self, transposed: Collection[str] = ()) -> dict[str, torch.Tensor]:
-        """Returns the tensors of the module by name, persistent buffers included; a tied head is not listed.
-
-        Matrices in `transposed` are returned as transposed views: the module has them in another orientation than the
-        weight table, see `ModelTable`.
-        """
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Returns the tensors of the module by name, persistent buffers included; a tied head is not listed."""
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in self.module.state_dict(keep_vars=True).items():
             if all(tensor is not other for other in tensors.values()):
                 tensors[name] = tensor
-        return {name: tensor.detach().mT if name in transposed else tensor.detach() for name, tensor in tensors.items()}
+        return {name: tensor.detach() for name, tensor in tensors.items()}
 
-    def share(self, tensors: Mapping[str, torch.Tensor], transposed: Collection[str] = ()) -> None:
+    def share(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Uses the memory of these tensors for the weights of the same names where dtype and device are equal."""
         for name, parameter in self.module.named_parameters():
             tensor = tensors.get(name)
             if tensor is not None and (tensor.dtype, tensor.device) == (parameter.dtype, parameter.device):
-                parameter.data = tensor.mT if name in transposed else tensor
+                parameter.data = tensor
 
     def end_update(self, version: int) -> None:
         """Ends an update; the weights are policy version `version` from now on."""

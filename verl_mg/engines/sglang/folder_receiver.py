@@ -21,6 +21,7 @@ from verl_mg.engines.sglang.weight_loader import check_dtypes, loaded_parameters
 from verl_mg.jsonl import replacing
 from verl_mg.reshard.delta import member_name, open_changes
 from verl_mg.reshard.delta_transfer import apply_patches
+from verl_mg.sharding.boxes import described
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ def _apply(parameters: Mapping[str, Tensor], folder: Path, member: str) -> Folde
         for file in files:
             check_dtypes(parameters, file.dtypes, exact=True)
         for file in files:
-            intact = apply_patches(file.patches(here), parameters) and intact
+            views = {name: described(parameters[name], order) for name, order in file.orders.items()}
+            intact = apply_patches(file.patches(here), {**parameters, **views}) and intact
             bytes_read += file.nbytes
     return FolderReport(intact and bool(files), bytes_read)

@@ -40,7 +40,7 @@ from verl_mg.engines.sglang.weight_loader import check_dtypes, loaded_parameters
 from verl_mg.reshard import Schedule, Traffic, execute
 from verl_mg.reshard.delta_transfer import SentValues, apply_patches, transfer_changes
 from verl_mg.reshard.schedule import pack_schedules, unpack_schedules
-from verl_mg.sharding.boxes import Box, slices
+from verl_mg.sharding.boxes import Box, Order, described, slices
 
 # Name of the loader, for the server argument `custom_weight_loader` and as load format.
 RECEIVER = f"{__name__}.receive_shards"
@@ -75,6 +75,7 @@ class Task:
     ranks: Sequence[int]  # members of the group
     backend: str
     padding: Mapping[str, Sequence[Box]]  # boxes of its parameters that are padding, which no rank sends
+    orders: Mapping[str, Order]  # dimensions of its parameters in the order in which schedules and boxes have them
     dtypes: Mapping[str, str]  # dtypes of its parameters
     exact: bool  # whether these must be equal, because values arrive as bits
     schedules: Sequence[Schedule]
@@ -140,6 +141,7 @@ class ShardReceiver:
         self._store: TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
         self._schedules: Sequence[Schedule] = []
+        self._orders: Mapping[str, Order] = {}
 
     def receive(self, model: Any, request: ShardRequest, rank: int) -> None:
         """Receives the shards of this rank, and reports."""
@@ -164,6 +166,7 @@ class ShardReceiver:
         if self._group is None:
             self._join(store, parameters, request, rank)
         assert self._group is not None
+        parameters |= {name: described(parameters[name], order) for name, order in self._orders.items()}
         traffic: list[Traffic] = []
         with AbortWatch(store, request.number, self._group), torch.no_grad():
             if not (request.changes and self._receive_changes(self._group, parameters, traffic)):
@@ -188,7 +191,7 @@ class ShardReceiver:
             # No transfer writes padding, which may have any values so far.
             for name, boxes in task.padding.items():
                 for box in boxes:
-                    parameters[name][slices(box)] = 0
+                    described(parameters[name], task.orders.get(name, ()))[slices(box)] = 0
         # A member that is gone would block the others in the creation of the group: it begins when all have arrived.
         # Polls for `go`, or for the abort of the transfer.
         store.set(arrival_key(rank), "")
@@ -198,7 +201,7 @@ class ShardReceiver:
             time.sleep(ARRIVAL_POLL_SECONDS)
         timeout = timedelta(seconds=GROUP_SECONDS)
         self._group = join_outside_group(store, request.group, rank, task.ranks, task.backend, timeout)
-        self._name, self._schedules = request.group, task.schedules
+        self._name, self._schedules, self._orders = request.group, task.schedules, task.orders
         # In some transfers a rank has no message, and NCCL would wait for it while it connects.
         connect_all(self._group, next(iter(parameters.values())).device)
 

@@ -56,7 +56,7 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """
     ((_, text),) = named_tensors
     message = json.loads(bytes(text.tolist()))
-    parameters = dict(model.named_parameters())
+    parameters = tensors_by_name(model)
     device = next(iter(parameters.values())).device
     places, memory = open_payload(message["payloads"][internals.position().stage], device)
     if has_patches(places):
@@ -97,9 +97,14 @@ def restore_shapes(model: Any) -> None:
             module.weight.data = as_loaded(module.weight)
 
 
+def tensors_by_name(model: Any) -> dict[str, Tensor]:
+    """Returns what a table may name: a model's parameters, and buffers, of which a loader may fill some too."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
 def loaded_parameters(model: Any) -> dict[str, Tensor]:
-    """Returns the memory of a model's parameters, as `as_loaded`."""
-    return {name: as_loaded(parameter) for name, parameter in model.named_parameters()}
+    """Returns the memory of what a table may name, as `as_loaded`."""
+    return {name: as_loaded(tensor) for name, tensor in tensors_by_name(model).items()}
 
 
 def check_dtypes(parameters: Mapping[str, Tensor], dtypes: Mapping[str, str], exact: bool) -> None:

@@ -14,7 +14,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class LayerKinds:
                         Piece(self._renamed(piece.tensor, layer, other), piece.source, piece.target)
                         for piece in shard.pieces
                     )
-                    result[_numbered(name, layer, other)] = Shard(shard.shape, pieces, shard.padding)
+                    result[_numbered(name, layer, other)] = replace(shard, pieces=pieces)
         return result
 
     def _renamed(self, tensor: str, layer: int, other: int) -> str:

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -32,7 +32,8 @@ from verl_mg.sharding.boxes import Box, Piece, Shard
 
 BASE = 128  # codes up to 128 are exact in bfloat16, the coarsest type of parameters
 UNWRITTEN = -1.0  # value of all elements of a parameter before it is loaded
-MAX_BOXES = 2**16  # of one parameter; more result from a transposition, which boxes cannot describe
+MAX_BOXES = 2**16  # of one parameter; more result from a loader that shuffles elements
+LINES = 16  # lines of each further dimension that are compared to find the order of dimensions
 
 Integers = NDArray[np.int64]
 
@@ -74,20 +75,24 @@ def decode(name: str, codes: PositionCodes, passes: Sequence[Tensor]) -> Shard:
     """Derives which boxes of which tensors a parameter consists of, from its values after each pass.
 
     A box that was never written, or was written with zeros, is padding. Boxes are as large as possible, the last
-    dimension first. A tensor with fewer dimensions than the parameter is at one index of the leading dimensions.
-    UserError where a value is in no tensor, or the parameter does not consist of boxes.
+    dimension first, in the order of dimensions that its tensors have. A tensor with fewer dimensions than the parameter
+    is at one index of the leading dimensions. UserError where a value is in no tensor, or the parameter does not
+    consist of boxes.
     """
     shape = tuple(passes[0].shape)
     numbers = _numbers(name, codes, [tensor.detach().cpu().float().numpy().reshape(shape or (1,)) for tensor in passes])
+    order = _order(codes, numbers)
+    numbers, shape = numbers.transpose(order), tuple(shape[at] for at in order) if shape else shape
     runs = _runs(name, codes, numbers)
     for dimension in reversed(range(numbers.ndim - 1)):
         runs = runs.merged(dimension)
     if len(runs.tensor) > MAX_BOXES:
         raise UserError(
-            f"parameter {name} consists of {len(runs.tensor)} boxes, as of a transposed or shuffled tensor. "
+            f"parameter {name} consists of {len(runs.tensor)} boxes, as of a shuffled tensor. "
             "Tables cannot describe it."
         )
-    return _shard(codes, runs, shape)
+    shard = _shard(codes, runs, shape)
+    return shard if order == sorted(order) else replace(shard, order=tuple(order))
 
 
 def is_written(passes: Sequence[Tensor]) -> bool:
@@ -119,6 +124,34 @@ def _numbers(name: str, codes: PositionCodes, passes: Sequence[NDArray[np.floati
             "Tables cannot describe that."
         )
     return np.where(padding, -1, numbers)
+
+
+def _order(codes: PositionCodes, numbers: Integers) -> list[int]:
+    """Returns the dimensions of a parameter in the order in which its tensors have them.
+
+    Elements of a tensor are numbered with the last dimension the fastest: a step along the first dimension of a matrix
+    that was loaded as it is adds the length of a row, and 1 where the matrix was transposed.
+    """
+    steps = {axis: step for axis in range(numbers.ndim) if (step := _step(codes, numbers, axis))}
+    # A dimension of length 1, or that runs over tensors such as experts, stays where it is.
+    order = list(range(numbers.ndim))
+    for place, axis in zip(steps, sorted(steps, key=lambda axis: -steps[axis]), strict=True):
+        order[place] = axis
+    return order
+
+
+def _step(codes: PositionCodes, numbers: Integers, axis: int) -> int:
+    """Returns by how much numbers mostly grow along a dimension within a tensor; 0 where each is in another one."""
+    # A sample of lines is enough to see the order; whatever it is, all elements are decoded.
+    some = tuple(slice(None, None, 1 if at == axis else max(1, n // LINES)) for at, n in enumerate(numbers.shape))
+    lines = np.moveaxis(numbers[some], axis, -1)
+    before, after = lines[..., :-1], lines[..., 1:]
+    of_one = (before >= 0) & (after >= 0)
+    before, after = before[of_one], after[of_one]
+    tensor_of = partial(np.searchsorted, codes.offsets, side="right")
+    steps = np.abs(after - before)[tensor_of(before) == tensor_of(after)]
+    values, counts = np.unique(steps, return_counts=True)
+    return int(values[counts.argmax()]) if len(values) else 0
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import importlib
 import json
 import sys
 import traceback
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
@@ -83,16 +84,19 @@ def checkpoint(codes: PositionCodes, number: int, stacks: Mapping[str, Sequence[
 
 @torch.no_grad()
 def _traced(model: Any, codes: PositionCodes, stacks: Mapping[str, Sequence[str]]) -> dict[str, Shard]:
-    """Returns the shard of each parameter, and of each saved buffer that the model's loader fills."""
+    """Returns the shard of each parameter, and of each buffer that the model's loader fills."""
     parameters = dict(model.named_parameters())
-    state = model.state_dict(keep_vars=True)
-    buffers = {name: b for name, b in model.named_buffers() if name in state and b.is_floating_point()}
-    tensors: dict[str, Tensor] = parameters | buffers
-    passes: dict[str, list[Tensor]] = {name: [] for name in tensors}
+    # Whether a buffer is saved says nothing: a loader finds buffers by their names. Those that it leaves as they are,
+    # such as tables of angles, are no weights.
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    tensors: dict[str, Tensor] = parameters
+    passes: dict[str, list[Tensor]] = defaultdict(list)
     for number in range(codes.passes):
         for tensor in tensors.values():
             tensor.fill_(UNWRITTEN)  # also what the last pass has written
         model.load_weights(checkpoint(codes, number, stacks))
+        if not number:
+            tensors = parameters | _filled_buffers(model, before)
         for name, tensor in tensors.items():
             passes[name].append(tensor.clone())
     unwritten = [name for name in parameters if not is_written(passes[name])]
@@ -101,7 +105,20 @@ def _traced(model: Any, codes: PositionCodes, stacks: Mapping[str, Sequence[str]
             f"its loader does not fill {len(unwritten)} parameters: {', '.join(unwritten[:4])}. "
             "Add the missing tensors to the model directory."
         )
-    return {name: decode(name, codes, seen) for name, seen in passes.items() if name in parameters or is_written(seen)}
+    return {name: decode(name, codes, seen) for name, seen in passes.items()}
+
+
+def _filled_buffers(model: Any, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the buffers whose values have changed; UserError for one of integers, which no transfer carries."""
+    buffers = dict(model.named_buffers())
+    filled = {name: buffers[name] for name, values in before.items() if not torch.equal(buffers[name], values)}
+    for name, buffer in filled.items():
+        if not buffer.is_floating_point():
+            raise UserError(
+                f"its loader fills the buffer {name} of {str(buffer.dtype).removeprefix('torch.')}, but weights are "
+                "sent in floating-point types. Use rollout.engine=hf."
+            )
+    return filled
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ from verl_mg.models.tensor_index import index_of
 from verl_mg.models.tensor_tree import StackedTensor, expert_shapes
 from verl_mg.models.transformers_module import checkpoint_shapes
 from verl_mg.sharding.boxes import Shard
-from verl_mg.sharding.module_shards import module_shards
 from verl_mg.sharding.traced_table import EngineName, TracedTable, read_rank_shards, write_traced_table
 
 LOG_LINES = 8  # of a failed rank, in the error
@@ -144,10 +143,8 @@ def _architecture(model_dir: Path) -> str:
 
 def stacked_tensors(model_dir: Path) -> dict[str, StackedTensor]:
     """Returns the places of experts' tensors that a model's files stack."""
-    fields = _config(model_dir)
-    if fields.get("model_type") not in {*FAMILIES, *VISION_LANGUAGE}:
-        stacks = any(".experts." in name and len(shape) == 3 for name, shape in checkpoint_shapes(model_dir).items())
-        return dict(module_shards(model_dir).stacked) if stacks else {}
+    if _config(model_dir).get("model_type") not in {*FAMILIES, *VISION_LANGUAGE}:
+        return {}
     return index_of(model_spec(read_config(model_dir))).stacked
 
 

@@ -8,7 +8,8 @@ import base64
 import glob
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class WorkerExtension:
         """Adapts the worker, once after the start, and returns the names of its kernels of attention."""
         runner = self.model_runner
         if runner.sampler is not None:  # the last pipeline stage's
+            internals.draw_from_vocabulary(runner)
             internals.return_full_logprobs(runner)
         self._written: set[str] = set()
         # GPU: experts are written where Triton's kernel reads them, and stages make their inputs in the warm-up.
@@ -57,7 +59,9 @@ class WorkerExtension:
     @torch.no_grad()
     def write_shards(self, payloads: Sequence[str], is_last: bool) -> None:
         """Copies this worker's payload into the parameters; at the end RuntimeError where one was not written."""
-        parameters = _parameters(self.model_runner.model)
+        model = self.model_runner.model
+        # A loader may fill buffers too, and then the table has them.
+        parameters = _plain_names(chain(model.named_parameters(), model.named_buffers()))
         places, memory = open_payload(payloads[self.rank], self.device)
         for name, tensor in named_views(places, memory):
             staged = self._staged_experts.get(name)
@@ -74,7 +78,7 @@ class WorkerExtension:
     def _finish(self) -> None:
         model = self.model_runner.model
         # vLLM processes no weights here, so a parameter that an update leaves out would keep random values unnoticed.
-        names = {name for name in _parameters(model) if not name.endswith(internals.DERIVED)}
+        names = {name for name in _plain_names(model.named_parameters()) if not name.endswith(internals.DERIVED)}
         if missing := sorted(names - self._written - _padding_alone(model)):
             raise RuntimeError(f"{len(missing)} parameters were not written: {', '.join(missing[:4])}")
         self._written.clear()
@@ -95,9 +99,9 @@ class WorkerExtension:
         return base64.b64encode(self._routing.take(rid, fed).numpy().tobytes()).decode()
 
 
-def _parameters(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters by their names without adapters, for which vLLM puts layers inside of others."""
-    return {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
+def _plain_names(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns tensors of a model by their names without adapters, for which vLLM puts layers inside of others."""
+    return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors}
 
 
 def _padding_alone(model: torch.nn.Module) -> set[str]:

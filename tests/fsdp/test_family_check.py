@@ -1,0 +1,181 @@
+"""The check that proves a family: its outcome for families of each kind, and that it sees faults that are planted."""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import CONFIG_MAPPING
+
+from tests.helpers.tiny_models import nightly, random_rows
+from verl_mg.errors import UserError
+from verl_mg.fsdp import packed_rows
+from verl_mg.fsdp.family_check import FamilyCheck, FamilyChecks, check_module
+from verl_mg.fsdp.mesh import MeshGroups, TensorRanks
+from verl_mg.fsdp.model import PackedModule, logit_scale_of, module_of, recompute_layers, sharded_blocks
+from verl_mg.fsdp.packed_rows import PackedRows, RowsReader
+from verl_mg.layout import Layout, Placement
+from verl_mg.training.microbatch import TokenShard
+from verl_mg.training.model_spec import ModelSpec
+
+ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 512}
+DYNAMIC = {"max_position_embeddings": 512, "rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 4.0}}
+LONG = {
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 512,
+    "rope_parameters": {**ROPE, "rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48},
+}
+CONVOLUTIONS = ["conv", "full_attention"] * 2
+OUTCOMES = [
+    # Dropout of 0.1 by default.
+    ("gpt2", {}, 1024, "packed"),
+    # Layers with a state: without kernels of a GPU they do not read where rows begin.
+    ("lfm2", {"num_hidden_layers": 4, "layer_types": CONVOLUTIONS}, 1024, "conv"),
+    ("qwen3_next", {}, 1024, "linear_attn"),
+    # Never calls the registered attention.
+    ("bloom", {}, 1024, "self_attention"),
+    # Frequencies of the longest row.
+    ("phi3", LONG, 1024, "rotary_emb"),
+    ("phi3", LONG, 512, "packed"),
+    ("llama", DYNAMIC, 1024, "neither"),
+    # An encoder.
+    ("bert", {}, 512, "later ones"),
+]
+NIGHTLY = [
+    ("llama", DYNAMIC, 512, "packed"),
+    ("seed_oss", {}, 1024, "packed"),
+    ("phimoe", {}, 1024, "packed"),
+    ("olmo2", {}, 1024, "packed"),
+    ("xglm", {}, 1024, "out_proj"),
+    ("mpt", {}, 1024, "NoneType"),
+    ("stablelm", {}, 1024, "pass on"),
+    ("gpt_neox_japanese", {}, 1024, "attention"),
+    *((name, {}, 1024, "differs") for name in ("qwen3_5_text", "nemotron_h", "kimi_linear", "jamba", "zaya", "zamba2")),
+]
+
+
+def saved(folder: Path, name: str, fields: dict) -> Path:
+    CONFIG_MAPPING[name](**fields).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "fields", "longest_row", "words"), [*OUTCOMES, *nightly(*NIGHTLY)])
+def test_family_is_packed_or_unpacked_for_a_reason_or_refused(tmp_path, name, fields, longest_row, words):
+    """Unpacked, the reason names the first part of the module that is wrong."""
+    try:
+        form = FamilyCheck(saved(tmp_path, name, fields), "language", longest_row).form()
+    except UserError as error:
+        assert words in str(error) and str(tmp_path) in str(error)
+    else:
+        assert (form.reason == "") == form.is_packed
+        assert words in (form.reason or "packed")
+
+
+def form_on(model: Path, layout: str) -> tuple[bool, str] | str:
+    """The form on the ranks of a layout, or the error."""
+    groups = MeshGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
+    try:
+        return FamilyChecks().form(ModelSpec(model, torch.float32), groups)
+    except UserError as error:
+        return str(error)
+
+
+RANKS = [
+    ("olmo2", {}, "tp2", "packed"),
+]
+NIGHTLY_RANKS = [
+    # Its layers have a state, which the next rank does not know.
+    ("granitemoehybrid", {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2}, "cp2", "each by itself"),
+    ("olmo2", {}, "cp2", "packed"),
+    ("olmo2", {}, "tp2-cp2", "packed"),
+    ("glm4", {}, "tp2", "packed"),
+    ("cohere", {}, "tp2", "packed"),
+    ("phi3", LONG, "cp2", "each by itself"),
+    ("bloom", {}, "tp2", "no plan"),
+]
+
+
+@pytest.mark.parametrize(("name", "fields", "layout", "words"), [*RANKS, *nightly(*NIGHTLY_RANKS)])
+def test_ranks_compute_what_one_rank_does_or_are_refused_together(ranks, tmp_path, name, fields, layout, words):
+    found = ranks.run(Layout.parse(layout).ranks, form_on, saved(tmp_path, name, fields), layout)
+    assert all(each == found[0] for each in found)
+    assert words in (found[0] if isinstance(found[0], str) else found[0][1] or "packed")
+
+
+def without_rows(*arguments, packed, **options):
+    """Attention that takes all rows for one."""
+    whole = PackedRows(packed.lengths.sum()[None], packed.position_ids, packed.cu_seqlens_q[[0, -1]], None)
+    return packed_rows.packed_attention(*arguments, packed=whole, **options)
+
+
+def without_windows(*arguments, sliding_window=None, **options):
+    return packed_rows.packed_attention(*arguments, sliding_window=None, **options)
+
+
+def without_gradient(module, query, key, value, *arguments, **options):
+    """Attention whose values are right."""
+    return packed_rows.packed_attention(module, query, key.detach(), value, *arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("planted", "words"),
+    [(without_rows, "layers.0.self_attn"), (without_windows, "layers.0.self_attn"), (without_gradient, "gradient of")],
+)
+def test_fault_in_packed_attention_is_found_with_its_place(tmp_path, monkeypatch, planted, words):
+    model = saved(tmp_path, "mistral", {"sliding_window": 512})
+    assert FamilyCheck(model, "language", 1024).form().is_packed
+    monkeypatch.setitem(packed_rows.AttentionInterface._global_mapping, packed_rows.NAME, planted)
+    form = FamilyCheck(model, "language", 1024).form()
+    assert not form.is_packed and words in form.reason
+
+
+def tiny(name: str, folder: Path, is_packed: bool = True, **more):
+    """A module with random weights."""
+    fields = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = CONFIG_MAPPING[name](**fields, num_hidden_layers=4, vocab_size=64, **more)
+    config.save_pretrained(folder)
+    module = module_of(config, folder, "language", torch.float32, is_packed)
+    scale = logit_scale_of(module, "language", folder)
+    generator = torch.Generator().manual_seed(0)
+    module._apply(lambda t: torch.randn(t.shape, generator=generator) / 4 if t.is_meta else t)
+    module.tie_weights()
+    return PackedModule(module, scale, TensorRanks())
+
+
+def test_module_whose_layers_mix_rows_is_refused(tmp_path):
+    """With its real weights, whatever the narrow copy showed; each row by itself is right."""
+    for is_packed, expected in ((False, nullcontext()), (True, pytest.raises(UserError, match="computed again"))):
+        module = tiny("lfm2", tmp_path, is_packed, layer_types=CONVOLUTIONS)
+        with expected:
+            check_module(module, RowsReader(1, is_packed), TokenShard(1, 1), torch.float32, "config.json")
+
+
+def test_module_with_a_layer_that_reads_no_rows_is_refused(tmp_path, monkeypatch):
+    packed = tiny("llama", tmp_path)
+    attention = packed.module.model.layers[2].self_attn
+    monkeypatch.setattr(attention, "forward", lambda hidden_states, **_: (hidden_states, None))
+    with pytest.raises(UserError, match=r"layers\.2\.self_attn"):
+        check_module(packed, RowsReader(1, True), TokenShard(1, 1), torch.float32, "config.json")
+
+
+@pytest.mark.parametrize("name", ["llama", *nightly("jetmoe", "bloom")])
+def test_recomputed_layers_run_twice_and_give_the_same_gradients(tmp_path, name):
+    """Families with layers that transformers can recompute, and without."""
+    rows = random_rows(2, 64)
+    gradients, calls = [], []
+    for recomputes in (False, True):
+        packed = tiny(name, tmp_path, is_packed=name != "bloom")
+        if recomputes:
+            recompute_layers(packed.module)
+        counted = []
+        block = next(sharded_blocks(packed.module))
+        leaf = next(part for part in block.modules() if not list(part.children()) and list(part.parameters()))
+        leaf.register_forward_pre_hook(lambda *_, counted=counted: counted.append(1))
+        micro = RowsReader(1, name != "bloom").micro_batch(rows, TokenShard(1, 1), torch.device("cpu"), len(rows))
+        packed(micro, 1.0).sum().backward()
+        calls.append(len(counted))
+        gradients.append({n: p.grad for n, p in packed.module.named_parameters() if p.grad is not None})
+    assert calls[1] == 2 * calls[0]
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradients[0][name], gradient) for name, gradient in gradients[1].items())

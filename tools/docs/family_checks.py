@@ -1,0 +1,234 @@
+"""Checks of one family of `transformers` on a tiny model of it, each in a process that the sweep can end.
+
+rows      log-probs of the backend fsdp, packed or row by row, against the family's module by itself
+tp2       the same on two ranks of tensor parallelism
+train     GRPO for two iterations with the engine hf, export, reload, and one iteration more after a resume
+sglang    one iteration of GRPO on an engine, whose log-probs must be the trainer's; sglang2: on two ranks
+vllm      the same
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_mg.errors import EXIT_CODE, UserError
+
+TOLERANCE = 1e-5  # nats
+ROWS = (17, 64, 5, 64, 2)  # tokens of the rows that are compared
+LONGEST_ROW = 4096  # of the job that a tiny model stands for: beyond the windows of most families
+STD = 0.2  # of the weights: so large that every part of the network shows in its outputs
+SEED = 7
+ALWAYS_NEEDED: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 4},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 16,
+        "indexer_kv_heads": 2,
+        "indexer_head_dim": 128,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 4,
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8}},
+    "reformer": {"is_decoder": True},
+}
+"""Fields without which the configuration of a family builds no module: their defaults are None."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a check found: works, packed, unpacked, refused, different, crashed or unbuildable, and a line about it."""
+
+    outcome: str
+    detail: str = ""
+
+
+def make_model(family: str, folder: Path) -> Outcome:
+    """Writes a tiny model of a family, the shrunk copy of its default configuration, with a tokenizer."""
+    from transformers import CONFIG_MAPPING
+
+    from verl_mg.models.shrunk_config import shrink
+    from verl_mg.models.tiny_model import character_tokenizer, perturb_vectors
+    from verl_mg.models.transformers_module import module_class
+
+    try:
+        config = CONFIG_MAPPING[family](**ALWAYS_NEEDED.get(family, {}))
+        with torch.device("meta"):
+            module_class(config).from_config(config)
+    except Exception as error:
+        return Outcome("unbuildable", f"from its defaults: {type(error).__name__}: {' '.join(str(error).split())}")
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or LONGEST_ROW
+    try:
+        copy = shrink(config, min(LONGEST_ROW, positions)).config
+    except UserError as error:
+        return Outcome("unbuildable", str(error))
+    tokenizer = character_tokenizer("0123456789+-*/= abcdefgh")
+    for part in (copy, copy.get_text_config(decoder=True)):
+        part.pad_token_id, part.eos_token_id, part.bos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id, None
+        if hasattr(part, "initializer_range"):
+            part.initializer_range = STD
+    torch.manual_seed(SEED)
+    module = module_class(copy).from_config(copy, dtype=torch.float32)
+    perturb_vectors(module)
+    module.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    size = sum(parameter.numel() for parameter in module.parameters())
+    return Outcome("works", f"{copy.get_text_config(decoder=True).num_hidden_layers} layers, {size:,} weights")
+
+
+def compare_rows(model: Path) -> Outcome:
+    """Compares log-probs of the backend fsdp with those of the family's module by itself, row by row."""
+    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    from verl_mg.distributed.world import World
+
+    World.join()
+    form, reason, found = backend_logprobs(model, size)
+    if rank:
+        return Outcome(form)
+    pairs = enumerate(zip(found, own_logprobs(model), strict=True))
+    worst, row = max((float((a - b).abs().max()), number) for number, (a, b) in pairs)
+    detail = f"{worst:.1e} nats in row {row} of {ROWS[row]} tokens{f'; packed: {reason}' if reason else ''}"
+    return Outcome(form if worst <= TOLERANCE else "different", detail)
+
+
+def rows_of(model: Path) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(SEED)
+    return [torch.randint(6, 30, (length,), generator=generator) for length in ROWS]
+
+
+@torch.no_grad()
+def own_logprobs(model: Path) -> list[Tensor]:
+    """Log-probs of each token given those before it, by the module as `transformers` runs it."""
+    from verl_mg.models.transformers_module import module_class, read_module_config
+
+    config = read_module_config(model)
+    kind = module_class(config)
+    module = kind.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    result = []
+    for row in rows_of(model):
+        logprobs = module(input_ids=row[None], use_cache=False).logits[0].float().log_softmax(-1)
+        result.append(logprobs[:-1].gather(1, row[1:, None]).squeeze(1))
+    return result
+
+
+def backend_logprobs(model: Path, tp: int) -> tuple[str, str, list[Tensor]]:
+    """Form of the rows, and the same log-probs, by the backend fsdp."""
+    from verl_mg.batch import Batch
+    from verl_mg.fsdp.mesh import MeshGroups
+    from verl_mg.fsdp.model_runner import FsdpRunner
+    from verl_mg.layout import Layout, Placement
+    from verl_mg.training.model_spec import ModelSpec
+
+    layout = Placement.on(Layout.parse(f"tp{tp}"), tp)
+    runner = FsdpRunner(ModelSpec(model, torch.float32, longest_row=max(ROWS)), MeshGroups(layout))
+    rows = rows_of(model)
+    batch = Batch(torch.tensor(ROWS), {"tokens": torch.cat(rows)})
+    batch["loss_mask"] = batch.positions >= 1
+    form = "packed" if runner._form.is_packed else "unpacked"
+
+    def report(_: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return output.sum(), {"output": output.detach().clone()}
+
+    with torch.no_grad():
+        reports = runner.run([batch], 1.0, report, forward_only=True)
+    outputs = torch.cat([each["output"] for each in reports], dim=1)[0]
+    return form, runner._form.reason, list(outputs.split([length - 1 for length in ROWS]))
+
+
+def train(model: Path, *overrides: str) -> Outcome:
+    """Trains a model for two iterations, loads what was exported, and goes on from the checkpoint."""
+    folder = model.parent / "run"
+    _job(model, folder, 2, *overrides)
+    from verl_mg.models.transformers_module import module_class, read_module_config
+
+    (exported,) = folder.glob("**/config.json")
+    module = module_class(read_module_config(exported.parent)).from_pretrained(exported.parent)
+    state = {name: bool(torch.isfinite(tensor).all()) for name, tensor in module.state_dict().items()}
+    if not all(state.values()):
+        return Outcome("different", f"{min(n for n, finite in state.items() if not finite)} is not finite")
+    return Outcome("works", _mismatch(folder))
+
+
+def resume(model: Path, *overrides: str) -> Outcome:
+    """Goes on from the checkpoint of `train` for one iteration."""
+    folder = model.parent / "run"
+    _job(model, folder, 3, *overrides)
+    steps = len((folder / "metrics.jsonl").read_text().splitlines())
+    return Outcome("works" if steps == 3 else "different", f"{steps} iterations")
+
+
+def _mismatch(folder: Path) -> str:
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    return f"mismatch {last['mismatch/max_abs']:.1e}" if "mismatch/max_abs" in last else ""
+
+
+def _job(model: Path, output: Path, iterations: int, *overrides: str) -> None:
+    from verl_mg.cli import main
+
+    data = model.parent / "train.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{n}{'+1' * n}=", "answer": str(n)}) + "\n" for n in range(8)))
+    settings = [
+        f"model.path={model}",
+        "actor.backend=fsdp",
+        "actor.dtype=float32",
+        f"data.train={data}",
+        "reward.function=verl_mg.rewards.exact:score",
+        "rollout.max_new_tokens=6",
+        "algorithm.prompts_per_iteration=4",
+        "algorithm.group_size=2",
+        f"job.output={output}",
+        f"job.iterations={iterations}",
+    ]
+    main(["train", "grpo", *settings, *overrides])
+
+
+CHECKS: dict[str, Callable[[Path], Outcome]] = {
+    "rows": compare_rows,
+    "tp2": compare_rows,
+    "train": train,
+    "resume": resume,
+}
+
+
+def run_check(family: str, check: str, folder: str, environment: dict[str, str]) -> None:
+    """Runs a check in this process, and writes its outcome and all that it printed into the folder."""
+    path, log = Path(folder), os.open(f"{folder}/{check}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    # One thread for each rank: `World` divides the cores by the ranks.
+    os.environ.update({"LOCAL_WORLD_SIZE": str(os.cpu_count())} | environment)
+    torch.set_num_threads(1)
+    try:
+        outcome = make_model(family, path / "model") if check == "build" else CHECKS[check](path / "model")
+    except UserError as error:
+        outcome = Outcome("refused", str(error))
+    except SystemExit as end:
+        lines = [line for line in Path(f"{folder}/{check}.log").read_text().splitlines() if line.startswith("error: ")]
+        refused = end.code == EXIT_CODE and lines
+        outcome = Outcome("refused" if refused else "crashed", lines[-1].removeprefix("error: ") if lines else str(end))
+    except BaseException as error:
+        import traceback
+
+        traceback.print_exc()
+        outcome = Outcome("crashed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    if environment.get("RANK", "0") == "0":
+        (path / f"{check}.json").write_text(json.dumps({"outcome": outcome.outcome, "detail": outcome.detail}))
+    sys.stdout.flush()
+    with suppress(Exception):
+        torch.distributed.destroy_process_group()
+    os._exit(0)
