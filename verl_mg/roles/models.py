@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -256,6 +258,12 @@ class Policy(Role):
             squares: whether entries are (2,), a log-prob and the sum of the squared probabilities of the vocabulary.
         """
         return self.forward(batch, "compute_logprobs", outputs=SQUARES if squares else LOGPROBS)
+
+    def at_temperature(self, temperature: float) -> Policy:
+        """Returns a view of this policy whose log-probs are at another temperature."""
+        view = copy.copy(self)
+        view._batching = replace(self._batching, temperature=temperature)
+        return view
 
 
 class Actor(TrainableRole, Policy):
