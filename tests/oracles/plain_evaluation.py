@@ -17,7 +17,9 @@ def greedy_responses(model_dir: Path, file: Path, max_new_tokens: int) -> list[s
     for line in file.read_text().splitlines():
         tokens = tokenizer(json.loads(line)["prompt"], return_tensors="pt")["input_ids"]
         generated = model.generate(tokens, do_sample=False, max_new_tokens=max_new_tokens, use_cache=False)
-        responses.append(tokenizer.decode(generated[0, tokens.shape[1] :], skip_special_tokens=True))
+        written = generated[0, tokens.shape[1] :].tolist()
+        ended = written[-1] == tokenizer.eos_token_id
+        responses.append(tokenizer.decode(written[:-1] if ended else written))
     return responses
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import parquet
 
 from tests.helpers.rank_pool import job_store
 from tests.helpers.split_engine import SplittingEngine
 from tests.helpers.tiny_jobs import files_of, metrics_of, roles_of, run_recipe, write_sums
 from tests.helpers.tiny_models import CHARACTERS, tiny_model, uninitialized_memory_is_nan
 from verl_mg.config import load_config
-from verl_mg.data import read_records
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.models.tiny_model import make_tiny_model
@@ -78,7 +78,7 @@ def lines_of(output: Path) -> dict[int, dict[str, float]]:
 
 def samples_of(output: Path, iteration: int) -> list[dict[str, Any]]:
     files = sorted((output / "samples" / f"{iteration:06d}").glob("*.parquet"))
-    return [record for file in files for record in read_records(file)]
+    return [row for file in files for row in parquet.read_table(file).to_pylist()]
 
 
 def built_job(inputs: Path, **options: Any) -> RunningJob:

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from pyarrow import parquet
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.rank_pool import refusal
 from tests.helpers.tiny_jobs import metrics_of
 from tests.run.jobs import GRPO, job, make_inputs
-from verl_mg.data import read_records
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def test_train_grpo_writes_metrics_curve_samples_and_model(ranks, inputs, tmp_pa
     assert [file.relative_to(tmp_path / "run" / "samples") for file in files] == [
         Path(folder, f"rank-{rank}.parquet") for folder in folders for rank in (0, 1)
     ]
-    records = [record for file in files for record in read_records(file)]
+    records = [row for file in files for row in parquet.read_table(file).to_pylist()]
     assert sorted(r["sample_id"] for r in records) == list(range(72))
     by_group: dict[int, list[float]] = {}
     for record in records:

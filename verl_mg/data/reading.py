@@ -23,6 +23,7 @@ from verl_mg.data.rendering import (
     check_same_context,
     content_of,
     context_of,
+    fault_of,
     has_image_parts,
     is_conversation,
     render,
@@ -171,6 +172,8 @@ class _RecordFields:
         # Answers are texts: what verl's or slime's records give as a list or mapping is written as JSON.
         if self.answer in (GROUND_TRUTH, LABEL) and isinstance(value, list | dict):
             return json.dumps(value, ensure_ascii=False, default=str)
+        if self.answer == MESSAGES:
+            raise UserError(f"{place}: {fault_of(value, 'a conversation')}. Write messages with texts or calls.")
         raise UserError(
             f"{place}: the answer '{self.answer}' is a {type(value).__name__}. Write a string or a number, or set "
             f"data.answer_field to one of: {', '.join(_field_names(record))}."
