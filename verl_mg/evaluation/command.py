@@ -83,8 +83,7 @@ def evaluate(target: Target, config: Config, world: World) -> Report:
             output / SAMPLES,
             world.rank,
             FileMetadata(NAME, model, world.size),
-            job.prompts,
-            job.tokenizer,
+            job.sample_texts,
             config.record.samples_per_rank,
         )
         samples.write(0, job.rollout.records, ())

@@ -130,7 +130,7 @@ def default_of(tree: type[BaseModel], key: str) -> Any:
     for name in key.split("."):
         if not isinstance(holder, BaseModel | type):
             return None  # within a mapping such as megatron.transformer, or a section that is null
-        kind = holder if isinstance(holder, type) else type(holder)
+        kind: Any = holder if isinstance(holder, type) else type(holder)
         if name not in kind.model_fields:
             return MISSING
         field = kind.model_fields[name]

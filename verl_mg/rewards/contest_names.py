@@ -41,7 +41,8 @@ def solution(program: str, name: str, with_names: bool) -> dict[str, Any]:
 
 def names_without_definition(program: str) -> set[str]:
     """Returns the names that a program reads and defines nowhere."""
-    read, defined = set(), set(dir(builtins))
+    read: set[str] = set()
+    defined = set(dir(builtins))
     for node in ast.walk(ast.parse(program)):
         if isinstance(node, ast.Name):
             (read if isinstance(node.ctx, ast.Load) else defined).add(node.id)
