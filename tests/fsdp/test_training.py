@@ -98,7 +98,7 @@ FAMILIES = {
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family_without_a_table_trains_as_plain_torch(ranks, tmp_path, name):
-    """Layers with a state, selected keys, or their own attention: packed or each row by itself, as its check decides."""
+    """Layers with a state, selected keys, or other attention: rows are packed or not, as the check decides."""
     config = shrink(CONFIG_MAPPING[name](**FAMILIES[name]), 1024).config
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
