@@ -6,16 +6,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
 
 from tests.helpers.tiny_models import nightly, random_rows
 from verl_mg.errors import UserError
 from verl_mg.fsdp import packed_rows
-from verl_mg.fsdp.family_check import FamilyCheck, FamilyChecks, check_module
+from verl_mg.fsdp.family_check import PROBED, PROBED_ROWS, FamilyCheck, FamilyChecks, check_module
 from verl_mg.fsdp.mesh import MeshGroups, TensorRanks
 from verl_mg.fsdp.model import PackedModule, logit_scale_of, module_of, recompute_layers, sharded_blocks
 from verl_mg.fsdp.packed_rows import PackedRows, RowsReader
 from verl_mg.layout import Layout, Placement
+from verl_mg.models.flops import row_flops
+from verl_mg.models.hf_config import read_config
+from verl_mg.models.hf_tensors import model_spec
+from verl_mg.models.tensor_index import index_of
 from verl_mg.training.microbatch import TokenShard
 from verl_mg.training.model_spec import ModelSpec
 
@@ -179,3 +184,20 @@ def test_recomputed_layers_run_twice_and_give_the_same_gradients(tmp_path, name)
     assert calls[1] == 2 * calls[0]
     assert gradients[0].keys() == gradients[1].keys()
     assert all(torch.equal(gradients[0][name], gradient) for name, gradient in gradients[1].items())
+
+
+CONFIGS = Path(__file__).parents[2] / "tools" / "model_configs"
+SAMPLES, TOKENS = 64, 512  # of a small iteration
+PASSES = 4  # a forward pass for the former log-probs; one of an update, with a backward pass of twice its FLOPs
+
+
+@pytest.mark.parametrize("name", ["qwen3_32b", "qwen3_235b_a22b"])
+def test_check_takes_less_than_a_hundredth_of_an_iteration(tmp_path, name):
+    """The narrow copy by torch's counter, the passes of the real module by ours."""
+    (tmp_path / "config.json").write_bytes((CONFIGS / f"{name}.json").read_bytes())
+    config = read_config(tmp_path)
+    flops = row_flops(config, index_of(model_spec(config)))
+    with FlopCounterMode(display=False) as counter:
+        FamilyCheck(tmp_path, "language", TOKENS).form()
+    check = counter.get_total_flops() + PROBED_ROWS * flops(PROBED)
+    assert 0 < check < PASSES * SAMPLES * flops(TOKENS) / 100

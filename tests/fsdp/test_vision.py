@@ -12,6 +12,8 @@ CASES = [
     ("qwen3_vl", "cp2", False),
     ("qwen3_vl", "dp2", True),
     ("gemma3", "dp2", False),
+    # Each row by itself, with its images: layers with a state.
+    *nightly(("qwen3_5", "dp2", False), ("qwen3_5_moe", "tp2", True)),
     *nightly(("qwen2_5_vl", "cp2", True), ("qwen3_vl_moe", "dp2", False), ("qwen3_vl_moe", "tp2", False)),
     *nightly(("qwen2_5_vl", "tp2", False), ("gemma3", "tp2", False), ("qwen3_vl", "dp2-cp2", False)),
 ]

@@ -44,7 +44,7 @@ from verl_mg.training.model_spec import ModelSpec
 
 GRADIENT_TOLERANCE, SMALL = 1e-4, 1e-6
 """Factors of the largest element of a parameter's gradient, and of all gradients."""
-PROBED = 21  # tokens of each of the rows that the real module is given
+PROBED, PROBED_ROWS = 21, 4  # tokens of each of the rows that the real module is given, and their number
 MEAN_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Factors of the mean of the real module's outputs, for their mean difference, by the type in which it computes."""
 
@@ -80,10 +80,13 @@ def check_module(packed: PackedModule, reader: RowsReader, shard: TokenShard, dt
     """Checks the real module by two short passes; all ranks of the placement call it together."""
     generator = torch.Generator().manual_seed(SEED)
     vocab = packed.module.config.get_text_config().vocab_size
-    row, other = torch.randint(*TOKENS, (2, PROBED), generator=generator) % vocab
+    tokens = torch.arange(*TOKENS) % vocab
+    if reader.packer:
+        tokens = tokens[~reader.packer.of_images(tokens)]
+    row, other = tokens[torch.randint(len(tokens), (2, PROBED), generator=generator)]
     begun = torch.cat([row[: PROBED // 2], other[PROBED // 2 :]])
     outputs = []
-    for tokens in (torch.cat([row, begun, row]), row):
+    for tokens in (torch.cat([row, begun, row]), row):  # PROBED_ROWS
         rows = Batch(torch.full((len(tokens) // PROBED,), PROBED), {"tokens": tokens})
         rows["loss_mask"] = torch.ones(len(tokens), dtype=torch.bool)
         micro = reader.micro_batch(rows, shard, device.current_device(), len(rows))

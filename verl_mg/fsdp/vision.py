@@ -62,12 +62,16 @@ class ImagePacker:
         PIL.Image.new("RGB", (BLANK_SIDE, BLANK_SIDE)).save(file, "PNG")
         return Image(file.getvalue())
 
+    def of_images(self, tokens: Tensor) -> Tensor:
+        """Returns which tokens have the place of an image's features."""
+        return self._processor.image_mask(tokens)
+
     def pack(self, rows: Batch, order: TokenOrder, shard: TokenShard, device: torch.device) -> PackedImages:
         """Returns the images of a micro-batch with all its tokens, which are divided among ranks after the merge."""
         tokens = torch.zeros(order.total, dtype=torch.int64)
         tokens[order.places] = rows["tokens"]
         images = rows.images or [()] * len(rows)
-        marks = self._processor.image_mask(tokens)
+        marks = self.of_images(tokens)
         distinct = distinct_images(images)
         numbers = {key: number for number, key in enumerate(distinct)}
         of_rows = [[numbers[image.key] for image in row] for row in images]
