@@ -41,8 +41,8 @@ windows and its original lengths of rope crossed as by rows of 4096 tokens. [mod
 that the project names. Written by `python -m tools.docs.write_families_doc`, which resumes with `--resume` and checks
 one family with `--only FAMILY`.
 
-- rows: log-probs against the family's module by itself, row by row, within 1e-5: *packed*, or *unpacked*, where each row
-  is computed by itself; tp2: the same on two ranks of tensor parallelism
+- rows: log-probs against the family's module by itself, row by row, within 1e-5: *packed*, or *unpacked*, where each
+  row is computed by itself; tp2: the same on two ranks of tensor parallelism
 - GRPO, export: two iterations with the engine hf, whose log-probs are the trainer's, and the exported model loads;
   resume: a third iteration from the checkpoint
 - SGLang, vLLM: an iteration with the engine, whose log-probs are the trainer's
@@ -66,7 +66,12 @@ def run(family: str, check: str, folder: Path) -> Line:
     for process in processes:
         process.kill()
         process.join()
-    return {"family": family, "check": check, **_outcome(folder, check), "seconds": round(time.monotonic() - started, 1)}
+    return {
+        "family": family,
+        "check": check,
+        **_outcome(folder, check),
+        "seconds": round(time.monotonic() - started, 1),
+    }
 
 
 def _environments(ranks: int) -> list[dict[str, str]]:
@@ -172,8 +177,10 @@ def main() -> None:
         options.results.unlink(missing_ok=True)
     lines = _read(options.results)
     done = {(line["family"], line["check"]) for line in lines} if options.resume else set()
-    unbuilt = {line["family"] for line in lines if line["check"] == BUILD and line["outcome"] != "works"}
-    families = options.only or [each for each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if (each, BUILD) not in done or each not in unbuilt]
+    unbuilt = {line["family"] for line in lines if done and line["check"] == BUILD and line["outcome"] != "works"}
+    families = options.only or [
+        each for each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if (each, BUILD) not in done or each not in unbuilt
+    ]
     sweep(families, options.check or list(CHECKS), options.results, done)
     versions = ", ".join(f"{name} {version(name)}" for name in ("transformers", "torch"))
     about = f"Measured on CPUs with {versions}, {datetime.now(UTC):%Y-%m-%d}."

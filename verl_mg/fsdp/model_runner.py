@@ -160,7 +160,9 @@ class FsdpRunner(Runner):
             yield Choice("attention", "torch's SDPA, masks of all pairs", slow)
         if self.table.config.experts:
             kind = text._experts_implementation
-            slow = "their widths are no multiples of 16 bytes. Use actor.backend=megatron." if kind == "eager" else ""
+            slow = (
+                f"their widths are no multiples of 16 bytes. {other_choice(self.spec.path)}" if kind == "eager" else ""
+            )
             yield Choice("experts", f"transformers' {kind}", slow)
 
     def _trained_tensors(self) -> frozenset[str]:
