@@ -143,7 +143,7 @@ class FsdpRunner(Runner):
         text, place = module.config.get_text_config(), device.current_device()
         yield Choice("kernels", "torch, in modules of transformers")
         if self._is_proven:
-            slow = "a call for each row. Use rows of many tokens, or backend: megatron where it has the model."
+            slow = f"a call for each row, slow for short ones. {other_choice(self.spec.path)}"
             alone = Choice("rows", f"each by itself: packed, {self._form.reason}", slow)
             yield Choice("rows", "packed") if self._form.is_packed else alone
         if text._attn_implementation == ATTENTION:
