@@ -35,6 +35,7 @@ from verl_mg.fsdp.output import LogitScale
 from verl_mg.fsdp.packed_rows import RowsReader
 from verl_mg.fsdp.shard_map import ParameterSplit, fsdp_shard_map
 from verl_mg.fsdp.vision import ImagePacker
+from verl_mg.models.hf_config import other_choice
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box
 from verl_mg.sharding.model_table import SCORE
