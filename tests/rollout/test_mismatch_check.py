@@ -122,17 +122,9 @@ def test_wrong_logprob_of_an_engine_ends_the_job_before_an_update(ranks, inputs,
     assert_nothing_done(tmp_path / "run")
 
 
-def refused_as_on_a_gpu(*arguments):
-    """As `refused`, of a job whose bound is that of its precision on a GPU."""
-    of = Precision.of
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Precision, "of", lambda actor, config: replace(of(actor, config), device="cuda"))
-        return refused(*arguments)
-
-
-def test_wrong_logprob_on_a_gpu_ends_the_job_by_default(ranks, inputs, tmp_path):
+def test_wrong_logprob_by_default_ends_the_job(ranks, inputs, tmp_path):
     overrides = ["rollout.max_mismatch=auto"]
-    [(message, requested)] = ranks.run(1, refused_as_on_a_gpu, "grpo", inputs, tmp_path / "run", overrides)
+    [(message, requested)] = ranks.run(1, refused, "grpo", inputs, tmp_path / "run", overrides)
     assert message.startswith("rollout.max_mismatch=auto: ") and "more than 0.001. " in message and requested == []
 
 
@@ -178,13 +170,6 @@ def test_right_engine_trains_as_without_a_check(ranks, inputs, tmp_path, backend
     assert metrics_of(tmp_path / "free")[0]["actor/grad_norm"] > 0
 
 
-def test_wrong_logprob_on_a_cpu_is_only_measured_by_default(ranks, inputs, tmp_path):
-    ((message, requested),) = ranks.run(
-        1, refused, "grpo", inputs, tmp_path, ["rollout.max_mismatch=auto", "job.iterations=1"]
-    )
-    assert message == "" and requested == ["actor"]
-
-
 def compared(inputs: Path) -> tuple[list[str], list[str]]:
     """Errors of a check of rows whose tokens, from position 6 on, are wrong and of other weights, and of right ones."""
     with closing(built_job(inputs)) as of:
@@ -193,8 +178,7 @@ def compared(inputs: Path) -> tuple[list[str], list[str]]:
         later = batch.positions >= 6
         batch["policy_versions"] = torch.where(later, batch["policy_versions"] - 1, batch["policy_versions"])
         batch["rollout_logprobs"] = torch.where(later, batch["rollout_logprobs"] - 1, batch["rollout_logprobs"])
-        precision = Precision.of(of.actor, of.config)
-        check = MismatchCheck(0.001, precision, of.actor, of.prompts)
+        check = MismatchCheck.of(of.config, of.actor, of.prompts)
         # Without a token of the present weights nothing is compared, and the next rows are.
         stale = batch.select_columns(batch.names())
         stale["policy_versions"] = batch["policy_versions"] - 1
@@ -235,7 +219,7 @@ def test_wrong_temperature_ends_all_ranks_with_one_line(inputs, tmp_path):
     assert_nothing_done(tmp_path / "run")
 
 
-DENSE = Precision(torch.bfloat16, "sglang", "auto", "cast", False, False, False, "cuda")
+DENSE = Precision(torch.bfloat16, "sglang", "auto", "cast", False, False, False)
 MIXTURE = replace(DENSE, has_experts=True)
 
 
@@ -254,8 +238,6 @@ MIXTURE = replace(DENSE, has_experts=True)
         (replace(MIXTURE, replays_routing=True), 0.05),
         (replace(MIXTURE, replays_routing=True, dtype=torch.float32), 1e-3),
         (replace(MIXTURE, replays_routing=True, wire="fp8_channel"), 0.2),
-        (replace(DENSE, device="cpu"), None),
-        (replace(MIXTURE, device="cpu"), None),
     ],
 )
 def test_bound_by_default_is_that_of_the_precision(precision, bound):

@@ -22,6 +22,7 @@ from verl_mg.data.rendering import (
     render_conversation,
     with_argument_values,
 )
+from verl_mg.data.stop_tokens import end_of_turn
 from verl_mg.errors import UserError
 
 if TYPE_CHECKING:
@@ -158,13 +159,12 @@ def _flag(message: dict[str, Any], where: str) -> bool | None:
 
 
 def _end_of_turn(tokens: Sequence[int], start: int, tokenizer: "PreTrainedTokenizerBase", where: str) -> int:
-    """Returns the position after the special token that ends a turn; white space of the template may follow it."""
+    """Returns the position after the token that ends a turn; UserError where the template writes none."""
     # An appended eos_token instead would train an end that the template never writes.
-    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    last = next((i for i in reversed(range(start, len(tokens))) if tokens[i] in special), None)
-    if last is None or str(tokenizer.decode(list(tokens[last + 1 :]))).strip():
+    end = end_of_turn(tokens, start, tokenizer)
+    if end is None:
         raise UserError(
             f"{where} does not end with a special token in the chat template, so the policy would not learn to stop. "
             "Use a template that ends messages of the assistant, such as with eos_token."
         )
-    return last + 1
+    return end

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from verl_mg.data.stop_tokens import read_stop_tokens
 from verl_mg.device import current_device
 from verl_mg.engines.engine import Request, Sampling
 from verl_mg.engines.hf.engine import HFEngine
@@ -90,10 +91,8 @@ class LLMJudge:
         elif model is not None:
             target = torch.device(device) if device else current_device()
             self._engine = HFEngine(model, target, getattr(torch, dtype), max_running_requests=batch_size)
-            model_stops = self._engine.module.generation_config.eos_token_id
-            assert self._tokenizer is not None
-            stops = {self._tokenizer.eos_token_id, *(model_stops if isinstance(model_stops, list) else [model_stops])}
-            self._sampling = replace(self._sampling, stop_token_ids=tuple(sorted(stops - {None})))
+            stops = read_stop_tokens(model, self._tokenizer).ids
+            self._sampling = replace(self._sampling, stop_token_ids=stops)
             self._engine_lock = threading.Lock()  # `score_many` generates in a thread for each call
             self.batch_size, self.parallel = batch_size, 1
         else:

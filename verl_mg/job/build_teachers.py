@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from verl_mg.config import Config, TeacherConfig
 from verl_mg.data import PromptFeed
 from verl_mg.data.prompts import teacher_prompt
+from verl_mg.data.stop_tokens import read_stop_tokens
 from verl_mg.engines.scoring_server import ScoringServer
 from verl_mg.errors import UserError
 from verl_mg.job.build_models import TEACHERS
@@ -75,7 +76,7 @@ def _row_reader(
     model = read_any_config(config.model.path)
     if section.tokenizer is None:
         return OtherPrompts(tokens_of, model.max_positions, f"{key}.prompt")
-    stops = frozenset({*model.eos_token_ids, student.eos_token_id} - {None})
+    stops = frozenset(read_stop_tokens(config.model.path, student).ids)
     return OtherTokens(tokens_of, student, tokenizer, stops, f"{key}.tokenizer")
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -41,6 +42,7 @@ from verl_mg.data import (
 )
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.data.images import ImageLimits
+from verl_mg.data.stop_tokens import read_stop_tokens
 from verl_mg.distributed import collectives
 from verl_mg.engines import RolloutEngine, Sampling
 from verl_mg.engines.request_tracker import routed_shape
@@ -68,7 +70,7 @@ from verl_mg.roles.teachers import Teachers
 from verl_mg.rollout.async_rollout import AsyncRollout
 from verl_mg.rollout.engine_group import EngineGroup, InFlightEngineGroup, WrapEngine
 from verl_mg.rollout.groups import StalenessBound
-from verl_mg.rollout.mismatch_check import MismatchCheck, Precision
+from verl_mg.rollout.mismatch_check import MismatchCheck
 from verl_mg.rollout.rollout import Rollout, RolloutSetup, RolloutSource
 from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.rows.samples import RolloutRecord
@@ -236,6 +238,7 @@ class RunningJob:
         else:
             title, of_engine = f"{title}, not started", passed_choices(self.config, self.actor)
         unused = () if self.actor.runner.table.config.experts else ("experts",)
+        of_engine = of_engine | self._stops.described(self.tokenizer)
         return rows | {title: [Choice(part, how) for part, how in of_engine.items() if part not in unused]}
 
     # -- around an iteration
@@ -247,6 +250,8 @@ class RunningJob:
                 raise RuntimeError(f"{name}: no checkpoint has restored {', '.join(sorted(role.runner.unrestored))}")
         if self._rollout is not None:
             self._rollout.update_weights(self.actor)
+            if self._engines:
+                self._probe_engines()
             self._rollout.resume_in_flight()
 
     def begin(self, iteration: int) -> dict[str, float]:
@@ -363,6 +368,7 @@ class RunningJob:
         self._sets, self._evaluates_only = evaluation_sets(config), evaluates_only
         self.tokenizer, self.processor = read_tokenizer(path), ImageProcessor.read(path)
         self._model, self._place = read_any_config(path), (dist.get_rank(), dist.get_world_size())
+        self._stops = read_stop_tokens(path, self.tokenizer)
         self._tools = load_tools(config.rollout.tools)
         self._schemas = [tool.schema for tool in self._tools]
         options: dict[str, Any] = {
@@ -414,17 +420,15 @@ class RunningJob:
 
     def _build_rollout(self, records: list[RolloutRecord], learns: bool) -> Rollout:
         config, model = self.config.rollout, self._model
-        self._check_lengths(() if self._evaluates_only else self.prompts, model.max_positions)
+        longest = self._check_lengths(() if self._evaluates_only else self.prompts, model.max_positions)
         self._check_lengths(self.test_prompts or (), model.max_positions)
-        # config.json and tokenizer may name different end tokens; a response ends at any of them.
-        stops = {*model.eos_token_ids, self.tokenizer.eos_token_id} - {None}
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
             top_p=config.top_p,
             top_k=config.top_k,
             min_p=config.min_p,
-            stop_token_ids=tuple(sorted(stops)),
+            stop_token_ids=self._stops.ids,
             stop=tuple(config.stop),
             # A context with a placeholder that has no image is invalid, so the policy must not draw one.
             excluded_token_ids=self.processor.placeholder_ids if self.processor else (),
@@ -441,8 +445,9 @@ class RunningJob:
         self._engines = engines = build_engine_group(
             self.config, self.actor, self.context, wrap, self.processor, decode
         )
-        precision = Precision.of(self.actor, self.config)
-        check = MismatchCheck(config.max_mismatch, precision, self.actor, self.prompts)
+        check = MismatchCheck.of(self.config, self.actor, self.prompts)
+        routed = routed_shape(self.config.model.path) if config.replay_routing else None
+        self._probe_engines = partial(check.probe, engines, longest, sampling, routed) if learns else lambda: None
         setup = RolloutSetup(
             sampling=sampling,
             seed=self.config.job.seed,
@@ -450,7 +455,7 @@ class RunningJob:
             prompts=self.prompts,
             records=records,
             reward=self._reward,
-            routed_shape=routed_shape(self.config.model.path) if config.replay_routing else None,
+            routed_shape=routed,
             check=check if learns else None,
         )
         if config.mode == "async":
@@ -479,14 +484,17 @@ class RunningJob:
 
         return with_turns
 
-    def _check_lengths(self, prompts: Iterable[Prompt], positions: int) -> None:
+    def _check_lengths(self, prompts: Iterable[Prompt], positions: int) -> int:
+        """Returns the length of the longest row, which the model must have."""
         of_test = {of_set.name: of_set.sampling["max_new_tokens"] for of_set in self._sets}
         limits = of_test if prompts is self.test_prompts else {}
+        longest = 0
         for prompt in prompts:
             limit = int(limits.get(prompt.source, self.config.rollout.max_new_tokens))
-            if len(prompt.tokens) + limit > positions:
+            if (longest := max(longest, len(prompt.tokens) + limit)) > positions:
                 raise UserError(
                     f"{prompt.place}: the prompt has {len(prompt.tokens)} tokens, with max_new_tokens={limit} that is "
                     f"more than the {positions} positions of the model; lower rollout.max_new_tokens or that of the "
                     "set, or lower data.max_prompt_tokens with data.overlong_prompts=drop"
                 )
+        return longest

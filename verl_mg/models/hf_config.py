@@ -106,7 +106,6 @@ class HFConfig:
     qk_norm: bool
     norm_eps: float
     max_positions: int  # maximum length of a row in tokens
-    eos_token_ids: tuple[int, ...]  # tokens that end a response
     attention_scale: float  # factor on the products of queries and keys
     prefix: str = "model."  # prefix of the tensors of embedding, layers and final norm
     output_bias: bool = False  # whether the output projection of attention has a bias
@@ -226,7 +225,6 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
             joint_qk_norm=family.joint_qk_norm,
             norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             max_positions=int(raw.get("max_position_embeddings", 2048)),
-            eos_token_ids=_token_ids(raw.get("eos_token_id")),
             attention_scale=_attention_scale(raw, head_dim, family),
             latent=latent,
             indexer=parse_indexer(raw, layers, where) if family.indexer else None,
@@ -253,8 +251,8 @@ def _text_fields(raw: Fields, where: str) -> Fields:
     text = raw.get("text_config")
     if not isinstance(text, dict):
         raise UserError(f"{where}: text_config is missing. Use the model's own config.json.")
-    shared = ("eos_token_id", "tie_word_embeddings")
-    return text | {name: raw[name] for name in shared if raw.get(name) is not None}
+    tied = raw.get("tie_word_embeddings")
+    return text if tied is None else text | {"tie_word_embeddings": tied}
 
 
 def _switch(raw: Fields, value: bool | str) -> bool:
@@ -368,12 +366,6 @@ def _check_groups(experts: ExpertsConfig, where: str) -> None:
             f"experts must form groups of at least {experts.group_score_topk}, and topk_group of them must have "
             f"at least {experts.top_k} experts. Correct n_group or topk_group."
         )
-
-
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
 
 
 def weight_map(folder: Path) -> dict[str, str] | None:

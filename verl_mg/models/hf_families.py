@@ -117,7 +117,7 @@ DEFAULTS: Mapping[str, Fields] = {
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.8,
     },
-    "minimax_m2": {"head_dim": 128, "num_key_value_heads": 8, "eos_token_id": 200020, "norm_topk_prob": True},
+    "minimax_m2": {"head_dim": 128, "num_key_value_heads": 8, "norm_topk_prob": True},
     "gemma2": {
         "head_dim": 256,
         "query_pre_attn_scalar": 256,

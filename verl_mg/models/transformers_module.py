@@ -130,7 +130,6 @@ def module_config(config: PretrainedConfig, where: str | Path, tied: bool, mixtu
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     head_dim = getattr(text, "head_dim", None) or hidden // heads
     kv_heads = getattr(text, "num_key_value_heads", None)
-    ends = getattr(config, "eos_token_id", None) or getattr(text, "eos_token_id", None)
     return HFConfig(
         architecture=config.model_type,
         layers=size("num_hidden_layers"),
@@ -146,7 +145,6 @@ def module_config(config: PretrainedConfig, where: str | Path, tied: bool, mixtu
         qk_norm=False,
         norm_eps=getattr(text, "rms_norm_eps", None) or getattr(text, "layer_norm_eps", None) or 1e-6,
         max_positions=_first(text, ("max_position_embeddings", "n_positions")) or 2048,
-        eos_token_ids=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
         attention_scale=1 / math.sqrt(head_dim),
         experts=_experts(text, mixtures),
     )

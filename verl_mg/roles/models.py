@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -252,6 +254,12 @@ class Policy(Role):
         The distribution is softmax(logits / temperature), without top-k and top-p.
         """
         return self.forward(batch, "compute_logprobs")
+
+    def at_temperature(self, temperature: float) -> Policy:
+        """Returns a view of this policy whose log-probs are at another temperature."""
+        view = copy.copy(self)
+        view._batching = replace(self._batching, temperature=temperature)
+        return view
 
 
 class Actor(TrainableRole, Policy):

@@ -21,10 +21,11 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from verl_mg import device
-from verl_mg.engines.engine import EngineDiedError, RolloutEngine
+from verl_mg.engines.engine import EngineDiedError, Request, RolloutEngine, Sample, Sampling
 from verl_mg.engines.engine_nodes import FollowingNode
 from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.engines.process_engine import ProcessEngine
+from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine_worker import EngineEvents, EngineRestart
@@ -46,6 +47,8 @@ class EngineGroup(ABC):
 
     engine: RolloutEngine | None
     """This rank's engine, if it leads one."""
+    can_generate_alone = False
+    """Whether engines have their own implementation of the model, which a request can probe."""
     rows_are_local = False
     """Whether each rank has the rows that a recipe wants there as soon as they are generated."""
 
@@ -70,6 +73,10 @@ class EngineGroup(ABC):
         """Returns what the engine that this rank leads computes with, by part; {} without one, and of servers."""
         return {}
 
+    def generate_alone(self, request: Request, sampling: Sampling) -> list[Sample]:
+        """Returns the sample of this rank's engine, past its wrappers, while no others are in flight; [] without it."""
+        return []
+
     @abstractmethod
     def update_weights(self, actor: Actor) -> dict[str, float]:
         """Transfers the actor's weights to all engines; returns bytes and seconds as metrics."""
@@ -84,6 +91,7 @@ class InFlightEngineGroup(EngineGroup):
     `inner` is the engine, or the servers, that this rank leads.
     """
 
+    can_generate_alone = True
     restart: EngineRestart | None = None
     """Restart of this rank's engine; None where this job has not started it."""
 
@@ -99,6 +107,17 @@ class InFlightEngineGroup(EngineGroup):
         self.engine = wrap(inner) if inner else None
         self._led = inner
         self._actor: Actor | None = None
+
+    def generate_alone(self, request: Request, sampling: Sampling) -> list[Sample]:
+        """Implements `EngineGroup.generate_alone`."""
+        if not self._led:
+            return []
+        try:
+            samples = self._led.generate([request], sampling)
+        except EngineDiedError as error:  # it would end again with the samples
+            raise UserError(f"rollout: the engine died in its first request: {error}.") from error
+        self._led.take_counts()  # not part of the metrics of samples
+        return samples
 
     def update_weights_in_flight(self, actor: Actor) -> dict[str, float]:
         """Transfers the weights between two tokens of the requests in flight, which continue; returns metrics."""

@@ -1,38 +1,54 @@
-"""Check of the engines against the trainer, by the first samples after a start, before anything trains on them.
+"""Check of the engines against the trainer, by the first tokens after a start, before anything trains on them.
 
-    engines ──▶ rows that `generate` returns first ──▶ log-probs by the actor, of tokens that its present weights wrote
-                    mean |difference| over all ranks above the bound: all ranks raise, and name the worst sample
+    engines ──▶ the end of a row that is as long as the job allows  ──▶ log-probs by the actor, of tokens that its
+            ──▶ rows that `generate` returns first                  ──▶ present weights wrote
+                    mean |difference| over all ranks above the bound: all ranks raise, and name the worst row, and what
+                    `transformers` reads in config.json, but the engine's model does not
 
+The first rows may be short; the long one reaches every window and original length that rows of the job can reach. It is
+the only request in flight, greedy, so it draws no random number, and no prompt begins like it, so no cache is shared:
+samples are the same without it. Engines in the rank's process compute with the module of `transformers`, and get none.
 A resumed job is checked too: its engines are new, and may have another version, layout or device than before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from verl_mg import device
 from verl_mg.algorithms import mismatch
 from verl_mg.algorithms.aggregation import segment_totals
 from verl_mg.batch import Batch
 from verl_mg.config import Config, MaxMismatch
 from verl_mg.data.prompt_feed import PromptFeed
+from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.engines.engine import Request, Sampling
+from verl_mg.engines.kinds import ENGINES
+from verl_mg.engines.tracing.config_reads import unread_fields
+from verl_mg.engines.tracing.tracer import TracedEngine
 from verl_mg.errors import UserError
-from verl_mg.roles.models import Actor
+from verl_mg.roles.models import Actor, Policy
+from verl_mg.rollout.engine_group import EngineGroup
+from verl_mg.rows.samples import samples_to_batch
 
 FLOAT32, HALF, COARSE = 1e-3, 0.05, 0.2  # nats; 0.0044 was measured in bfloat16
 """Bounds in float32, in 16 bits, and for `Precision.is_coarse`."""
+NEW_TOKENS = 16  # compared tokens at the end of the longest row
 WHOLE = ("auto", "float32", "float16", "bfloat16", "bf16")
 """Types of keys and values that are not quantized, by the names of engines."""
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Settings and device on which it depends how close the log-probs of engine and trainer can be."""
+    """Settings on which it depends how close the log-probs of engine and trainer can be."""
 
     dtype: torch.dtype
     engine: str
@@ -44,12 +60,10 @@ class Precision:
     has_experts: bool
     replays_routing: bool
     """Whether the trainer takes the experts that the engine has selected."""
-    device: str
-    """Type of the trainer's device."""
 
     @classmethod
     def of(cls, actor: Actor, config: Config) -> Precision:
-        """Returns the precision of a job on this rank's device."""
+        """Returns the precision of a job."""
         fields, rollout = config.megatron.transformer, config.rollout
         return cls(
             dtype=actor.runner.dtype,
@@ -59,7 +73,6 @@ class Precision:
             trains_in_fp8=bool(fields.get("fp8") or fields.get("fp4")),
             has_experts=actor.runner.table.config.experts is not None,
             replays_routing=rollout.replay_routing,
-            device=device.current_device().type,
         )
 
     @property
@@ -78,56 +91,102 @@ def largest_mismatch(setting: MaxMismatch, precision: Precision) -> float | None
     """Returns the bound in nats of `rollout.max_mismatch`; None: there is none."""
     if not isinstance(setting, str):
         return setting
-    # GPU: rollout.max_mismatch=auto has a bound, so the actor computes the log-probs of the first samples of a start.
-    # GPU-TEST: tests/rollout/test_mismatch_check.py::test_bound_by_default_is_that_of_the_precision,
-    # tests/rollout/test_mismatch_check.py::test_wrong_logprob_on_a_gpu_ends_the_job_by_default
-    # GPU-RAN: not yet
-    if precision.device != "cuda":
-        return None
     if precision.is_coarse:
         return COARSE
     return FLOAT32 if precision.dtype is torch.float32 else HALF
 
 
+def probe_tokens(prompts: Iterable[Prompt], length: int, excluded: Collection[int] = ()) -> tuple[int, ...]:
+    """Returns `length` tokens of the prompts, one after another, that begin as no prompt does; without `excluded`."""
+    prompts = list(prompts)
+    firsts = {prompt.tokens[0] for prompt in prompts if prompt.tokens}
+    tokens = [token for prompt in islice(prompts, length) for token in prompt.tokens if token not in excluded]
+    start = next((i for i, token in enumerate(tokens) if token not in firsts), 0)
+    return tuple(islice(cycle(tokens[start:] + tokens[:start]), length))
+
+
 class MismatchCheck:
-    """Compares the first rows that have tokens of the trainer's present weights; all ranks call it together."""
+    """Compares the first rows that have tokens of the trainer's present weights; all ranks call it together.
+
+    `unread_fields` names the fields of config.json that `transformers` reads and the engine's model does not.
+    """
 
     # Rows of async and partial rollouts may also have tokens of earlier weights, which cannot be compared.
 
-    def __init__(self, setting: MaxMismatch, precision: Precision, actor: Actor, prompts: PromptFeed) -> None:
+    def __init__(
+        self,
+        setting: MaxMismatch,
+        precision: Precision,
+        actor: Actor,
+        prompts: PromptFeed,
+        unread_fields: Callable[[], Sequence[str]],
+    ) -> None:
         self._setting, self._precision, self._actor, self._prompts = setting, precision, actor, prompts
-        self._bound = largest_mismatch(setting, precision)
+        self._bound, self._unread_fields = largest_mismatch(setting, precision), unread_fields
+
+    @classmethod
+    def of(cls, config: Config, actor: Actor, prompts: PromptFeed) -> MismatchCheck:
+        """Returns the check of a job."""
+        rollout, process = config.rollout, ENGINES[config.rollout.engine].process
+        engine = TracedEngine(process.name, rollout.python) if process else None
+        fields = partial(unread_fields, config.model.path, engine) if engine else list
+        return cls(rollout.max_mismatch, Precision.of(actor, config), actor, prompts, fields)
 
     def __call__(self, batch: Batch) -> None:
         """Raises UserError on all ranks where the rows of all ranks differ by more than the bound."""
-        if self._bound is None:
+        if self._compare(batch, self._actor, "first {} tokens"):
+            self._bound = None  # compared once
+
+    def probe(self, engines: EngineGroup, longest: int, sampling: Sampling, routed: tuple[int, int] | None) -> None:
+        """Compares the end of a row of `longest` tokens on each engine, before there are any samples.
+
+        `sampling` is that of the job; `routed` is (layers, experts per token) of the experts that engines report.
+        """
+        if self._bound is None or not engines.can_generate_alone:
             return
-        mask = batch["loss_mask"] & (batch["policy_versions"] == self._actor.num_updates)
-        if not any(all_gather_json(bool(mask.any()))):
-            return
-        ours, theirs = self._actor.compute_logprobs(batch), batch["rollout_logprobs"]
+        count = min(NEW_TOKENS, longest - 1)
+        excluded = sampling.excluded_token_ids
+        greedy = Sampling(max_new_tokens=count, temperature=0.0, excluded_token_ids=excluded)
+        request = Request(0, probe_tokens(self._prompts, longest - count, excluded), seed=0)
+        samples = engines.generate_alone(request, greedy)
+        rows = [Prompt(0, request.prompt, "", None, {})] * len(samples)
+        batch = samples_to_batch(rows, samples, engines.version, routed)
+        # Engines report greedy tokens at temperature 1.
+        self._compare(batch, self._actor.at_temperature(1.0), f"last {{}} tokens of rows of {longest} tokens", True)
+
+    def _compare(self, batch: Batch, policy: Policy, which: str, is_probe: bool = False) -> bool:
+        """Returns whether there are tokens to compare; raises UserError where they differ by more than the bound."""
+        bound, mask = self._bound, batch["loss_mask"] & (batch["policy_versions"] == self._actor.num_updates)
+        if bound is None or not any(all_gather_json(bool(mask.any()))):
+            return False
+        ours, theirs = policy.compute_logprobs(batch), batch["rollout_logprobs"]
         statistics = mismatch.statistics(ours, theirs, mask, batch.positions)
         reports = all_gather_json([statistics, _worst_sample(batch, ours, mask)])
         whole = mismatch.merge(report[0] for report in reports)
         mean = mismatch.summarize(whole)["mean_abs"]
-        if not mean <= self._bound:  # nor is NaN
+        if not mean <= bound:  # nor is NaN
             worst = max((report[1] for report in reports if report[1]), key=lambda sample: sample["mean"])
-            raise UserError(self._message(mean, int(whole["tokens"]), worst))
-        self._bound = None  # compared once
+            fields = all_gather_json(list(self._unread_fields()) if dist.get_rank() == 0 else [])[0]
+            raise UserError(self._message(mean, which.format(int(whole["tokens"])), worst, fields, is_probe))
+        return True
 
-    def _message(self, mean: float, tokens: int, worst: dict[str, Any]) -> str:
+    def _message(self, mean: float, which: str, worst: dict[str, Any], fields: Sequence[str], is_probe: bool) -> str:
         remedies = ["rollout.engine=hf"] if self._precision.engine != "hf" else []
         remedies += ["rollout.wire=cast"] if self._precision.wire != "cast" else []
         remedies += ["another kv_cache_dtype"] if self._precision.cache not in WHOLE else []
         remedies += ["rollout.replay_routing=true"] if self._precision.selects_experts_twice else []
         tried = f"Try {', '.join(remedies)} as" if remedies else "Look for the cause as"
+        sample = "In one of them,"
+        if not is_probe:
+            where = f"sample_id {worst['sample_id']} of the prompt {self._prompts.by_id(worst['prompt_id']).where}"
+            sample = f"The worst sample, {where}, differs by {worst['mean']:.3g}:"
+        unread = f" Only transformers reads these fields of config.json: {', '.join(fields)}." if fields else ""
         return (
             f"rollout.max_mismatch={self._setting}: log-probs of engine and trainer differ by {mean:.3g} nats on "
-            f"average over the first {tokens} tokens, more than {self._bound:g}. The worst sample, sample_id "
-            f"{worst['sample_id']} of the prompt {self._prompts.by_id(worst['prompt_id']).where}, differs by "
-            f"{worst['mean']:.3g}: at position {worst['position']} of its {worst['length']} tokens the engine has "
-            f"{worst['engine']:.7g} and the trainer {worst['trainer']:.7g}. {tried} docs/guides/debug_a_mismatch.md "
-            "says, or train in spite of it with a larger rollout.max_mismatch, or null for none."
+            f"average over the {which}, more than {self._bound:g}. {sample} at position {worst['position']} of its "
+            f"{worst['length']} tokens the engine has {worst['engine']:.7g} and the trainer {worst['trainer']:.7g}."
+            f"{unread} {tried} docs/guides/debug_a_mismatch.md says, or train in spite of it with a larger "
+            "rollout.max_mismatch, or null for none."
         )
 
 

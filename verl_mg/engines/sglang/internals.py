@@ -22,7 +22,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -262,8 +262,13 @@ def write_marlin(layer: Any, name: str, shard: Tensor) -> None:
 
 
 @contextmanager
-def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) -> Iterator[Any]:
-    """Builds SGLang's model of a rank as a server does, in float32 and not loaded; ranks meet by the file `store`."""
+def unloaded_model(
+    model_dir: str, layout: EngineLayout, rank: int, store: Path, around: AbstractContextManager[None] | None = None
+) -> Iterator[Any]:
+    """Builds SGLang's model of a rank as a server does, in float32 and not loaded; ranks meet by the file `store`.
+
+    The model class is called within `around`.
+    """
     from sglang.srt import runtime_context
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
@@ -313,7 +318,7 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
     model = ModelConfig.from_server_args(arguments)
     # On the CPU linear attention reads other fields, which SGLang's runner of models sets.
     adjust_tp_num_heads_if_necessary(model.hf_text_config, layout.attention_tp, True)
-    with set_default_torch_dtype(torch.float32):
+    with set_default_torch_dtype(torch.float32), around or nullcontext():
         built = _initialize_model(model, LoadConfig())
     for parameter in built.parameters():
         if parameter.dtype is torch.bfloat16:  # such as parameters of an indexer, whatever the dtype of the model

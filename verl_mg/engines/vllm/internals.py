@@ -26,7 +26,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy
 from functools import partialmethod
 from pathlib import Path
@@ -318,8 +318,13 @@ class _FullDistribution:
 
 
 @contextmanager
-def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path) -> Iterator[Any]:
-    """Builds vLLM's model of a rank as a worker does, in float32 and not loaded; ranks meet by the file `store`."""
+def unloaded_model(
+    model_dir: str, layout: EngineLayout, rank: int, store: Path, around: AbstractContextManager[None] | None = None
+) -> Iterator[Any]:
+    """Builds vLLM's model of a rank as a worker does, in float32 and not loaded; ranks meet by the file `store`.
+
+    The model class is called within `around`.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.engine.arg_utils import EngineArgs
@@ -351,7 +356,7 @@ def unloaded_model(model_dir: str, layout: EngineLayout, rank: int, store: Path)
     with set_current_vllm_config(config):
         parallel_state.init_distributed_environment(layout.ranks, rank, f"file://{store.absolute()}", rank, "gloo")
         parallel_state.initialize_model_parallel(layout.tp, layout.pp)
-        with set_default_torch_dtype(torch.float32), _layers_with_sparse_attention():
+        with set_default_torch_dtype(torch.float32), _layers_with_sparse_attention(), around or nullcontext():
             model = initialize_model(config)
         yield model
         torch.distributed.barrier()  # a rank that leaves its groups early breaks those that still connect to it

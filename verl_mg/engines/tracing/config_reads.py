@@ -1,0 +1,142 @@
+"""Fields of config.json that `transformers` reads and an engine's model does not, recorded while both build the model.
+
+    this process                                          `PYTHON -m verl_mg.engines.tracing.config_reads ENGINE FOLDER`
+    builds the module of transformers without memory      builds the engine's model class on the CPU
+    and passes a row through it                           writes FOLDER/reads.json: names of the fields that it has read
+
+A field counts as read where the value is taken by its name, also out of a dict within the configuration, of which an
+engine may first make a copy, and compare each key with those that it knows.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_mg.engines.engine_options import inherited_environment
+from verl_mg.engines.kinds import PROCESSES
+from verl_mg.engines.tracing.tracer import TracedEngine
+from verl_mg.errors import UserError
+from verl_mg.layout import EngineLayout
+from verl_mg.models.transformers_module import meta_module, read_module_config
+from verl_mg.sharding.traced_table import EngineName
+
+READS = "reads.json"
+SECONDS = 300.0  # for an engine to import and build its model
+
+
+def unread_fields(model_dir: Path, engine: TracedEngine) -> list[str]:
+    """Returns the fields that only `transformers` reads, nested ones too, whose values are not null, 0 or false.
+
+    Layers are cut to a few where they are many; [] where the engine's model cannot be built here.
+    """
+    fields = dict(_leaves(json.loads((model_dir / "config.json").read_text(encoding="utf-8"))))
+    with (
+        tempfile.TemporaryDirectory(prefix="reads-") as folder,
+        suppress(UserError, OSError, subprocess.SubprocessError),
+    ):
+        theirs = _reads_of_engine(model_dir, engine, Path(folder))
+        ours = _reads_of_transformers(model_dir)
+        return sorted(name for name in ours - theirs if fields.get(name))
+    return []
+
+
+def _reads_of_transformers(model_dir: Path) -> set[str]:
+    config = read_module_config(model_dir)
+    reads: set[str] = set()
+    with recorded_reads(reads):
+        module = meta_module(config, model_dir)
+        # What only the forward pass reads, such as windows of masks. Some layers compute with values, which a module
+        # without memory has not: what was read before counts.
+        with suppress(Exception), torch.no_grad():
+            module(input_ids=torch.zeros(1, 8, dtype=torch.int64, device="meta"), use_cache=False)
+    return reads
+
+
+def _reads_of_engine(model_dir: Path, engine: TracedEngine, folder: Path) -> set[str]:
+    kind = PROCESSES[engine.name]
+    variables = inherited_environment(engine.python) | dict(kind.on_cpu)
+    variables |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    command = [kind.python(engine.python), "-m", __name__, engine.name, str(model_dir.absolute()), str(folder)]
+    subprocess.run(command, env=variables, capture_output=True, timeout=SECONDS, check=True)
+    return set(json.loads((folder / READS).read_text(encoding="utf-8")))
+
+
+def _leaves(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        yield name, value
+        if isinstance(value, dict):
+            yield from _leaves(value)
+
+
+class _Key(str):
+    """Key of a dict in a configuration, which counts as read where it is compared with an equal string."""
+
+    __slots__ = ("reads",)
+    reads: set[str]
+
+    def __eq__(self, other: object) -> bool:
+        is_equal = str.__eq__(self, other) is True
+        if is_equal:
+            self.reads.add(str(self))
+        return is_equal
+
+    __hash__ = str.__hash__
+
+
+class _Fields(dict[str, Any]):
+    """Dict of a configuration that records which keys are read; its own keys, in a loop, do not count."""
+
+    def __init__(self, fields: dict[str, Any], reads: set[str]) -> None:
+        super().__init__()
+        self.reads = reads
+        for name, value in fields.items():
+            key = _Key(name)
+            key.reads = reads
+            super().__setitem__(key, _Fields(value, reads) if type(value) is dict else value)
+
+
+@contextmanager
+def recorded_reads(reads: set[str]) -> Iterator[None]:
+    """Adds every field that is read of any configuration of `transformers` to `reads`."""
+    from transformers import PretrainedConfig
+
+    original = PretrainedConfig.__getattribute__
+    wrapped: dict[int, tuple[dict[str, Any], _Fields]] = {}
+
+    def read(config: Any, name: str) -> Any:
+        value = original(config, name)
+        field = type(config).attribute_map.get(name, name)
+        if field in original(config, "__dict__"):
+            reads.add(field)
+            if type(value) is dict:  # kept, so that the same dict has the same keys each time
+                _, value = wrapped.setdefault(id(value), (value, _Fields(value, reads)))
+        return value
+
+    PretrainedConfig.__getattribute__ = read  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PretrainedConfig.__getattribute__ = original  # type: ignore[method-assign]
+
+
+def main(engine: EngineName, model_dir: str, folder: Path) -> int:
+    """Records the reads of an engine's model in the engine's Python, and returns the exit status."""
+    unloaded_model = importlib.import_module(f"verl_mg.engines.{engine}.internals").unloaded_model
+    reads: set[str] = set()
+    with unloaded_model(model_dir, EngineLayout(), 0, folder / "store", recorded_reads(reads)):
+        (folder / READS).write_text(json.dumps(sorted(reads)), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], Path(sys.argv[3])))  # type: ignore[arg-type]
