@@ -24,6 +24,7 @@ from verl_mg.config import Config, MegatronConfig
 from verl_mg.config.checks import refuse
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.errors import UserError
+from verl_mg.fsdp.family_check import form_of, needs_proof
 from verl_mg.fsdp.mesh import check_mesh
 from verl_mg.fsdp.model import build_module, check_module_layout, logit_scale_of, tensor_plan
 from verl_mg.hub import HubName
@@ -210,21 +211,36 @@ class ModelSupport:
     def fsdp(self) -> Iterator[Answer]:
         """Yields whether the backend fsdp can train the model, and under which sizes."""
         where = str(self.model_dir / "config.json")
-        module, reason = attempt(lambda: build_module(self.model_dir, "language", torch.bfloat16))
+        module, reason = attempt(lambda: build_module(self.model_dir, "language", torch.bfloat16, is_packed=False))
         if module is None:
             yield Answer("backend fsdp", False, reason)
             return
-        yield ask("backend fsdp", lambda: logit_scale_of(module, "language", self.model_dir))
+        table, reason = attempt(lambda: module_table(self.model_dir))
+        if table is None:
+            yield Answer("backend fsdp", False, reason)
+            return
+        longest = table.config.max_positions
+        form, reason = attempt(lambda: form_of(table, longest))
+        logits = ask("backend fsdp", lambda: logit_scale_of(module, "language", self.model_dir))
+        yield logits if form and logits.works else Answer("backend fsdp", False, reason or logits.text)
+        if form:
+            rows = "packed" if form.is_packed else f"each by itself (packed: {form.reason})"
+            yield Answer("fsdp rows", True, f"{rows}, up to {longest} tokens")
 
         def check(text: str) -> None:
             layout = Layout.parse(text)
             check_mesh(layout, replicas=1)
             check_module_layout(module, layout, where)
+            if form:
+                form.check(layout, where)
             if layout.tp > 1:
                 tensor_plan(module, where)
 
         for dimension, layout in FSDP.items():
-            yield ask_sizes(f"fsdp {dimension}", layout, LARGEST, check)
+            sizes = ask_sizes(f"fsdp {dimension}", layout, LARGEST, check)
+            # Of a family without a table only the ranks themselves can tell, as a job begins.
+            unproven = sizes.works and needs_proof(table)
+            yield replace(sizes, text=f"{sizes.text}, if ranks compute what one does") if unproven else sizes
 
     def engines(self) -> Iterator[Answer]:
         """Yields which engines can generate, and under which sizes."""

@@ -2,7 +2,7 @@
 
 rows      log-probs of the backend fsdp, packed or row by row, against the family's module by itself
 tp2       the same on two ranks of tensor parallelism
-train     GRPO for two iterations with the engine hf, export, reload, and one iteration more after a resume
+train     GRPO for two iterations with the engine hf, export and reload
 sglang    one iteration of GRPO on an engine, whose log-probs must be the trainer's; sglang2: on two ranks
 vllm      the same
 """
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from verl_mg.errors import EXIT_CODE, UserError
 
-TOLERANCE = 1e-5  # nats
+TOLERANCE, MISMATCH = 1e-5, 1e-4  # nats
 ROWS = (17, 64, 5, 64, 2)  # tokens of the rows that are compared
 LONGEST_ROW = 4096  # of the job that a tiny model stands for: beyond the windows of most families
 STD = 0.2  # of the weights: so large that every part of the network shows in its outputs
@@ -44,7 +45,7 @@ ALWAYS_NEEDED: dict[str, dict[str, Any]] = {
         "indexer_compress_ratio": 4,
     },
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
-    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "reformer": {"is_decoder": True},
 }
 """Fields without which the configuration of a family builds no module: their defaults are None."""
@@ -79,7 +80,7 @@ def make_model(family: str, folder: Path) -> Outcome:
         return Outcome("unbuildable", str(error))
     tokenizer = character_tokenizer("0123456789+-*/= abcdefgh")
     for part in (copy, copy.get_text_config(decoder=True)):
-        part.pad_token_id, part.eos_token_id, part.bos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id, None
+        part.pad_token_id, part.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
         if hasattr(part, "initializer_range"):
             part.initializer_range = STD
     torch.manual_seed(SEED)
@@ -150,34 +151,40 @@ def backend_logprobs(model: Path, tp: int) -> tuple[str, str, list[Tensor]]:
     return form, runner._form.reason, list(outputs.split([length - 1 for length in ROWS]))
 
 
-def train(model: Path, *overrides: str) -> Outcome:
-    """Trains a model for two iterations, loads what was exported, and goes on from the checkpoint."""
-    folder = model.parent / "run"
-    _job(model, folder, 2, *overrides)
+def train(model: Path) -> Outcome:
+    """Trains a model for two iterations, and loads what was exported."""
     from verl_mg.models.transformers_module import module_class, read_module_config
 
+    folder = model.parent / "run"
+    metrics = _job(model, folder, 2)
     (exported,) = folder.glob("**/config.json")
     module = module_class(read_module_config(exported.parent)).from_pretrained(exported.parent)
-    state = {name: bool(torch.isfinite(tensor).all()) for name, tensor in module.state_dict().items()}
-    if not all(state.values()):
-        return Outcome("different", f"{min(n for n, finite in state.items() if not finite)} is not finite")
-    return Outcome("works", _mismatch(folder))
+    if infinite := [name for name, tensor in module.state_dict().items() if not torch.isfinite(tensor).all()]:
+        return Outcome("different", f"{infinite[0]} is not finite")
+    return _compared(metrics)
 
 
-def resume(model: Path, *overrides: str) -> Outcome:
+def resume(model: Path) -> Outcome:
     """Goes on from the checkpoint of `train` for one iteration."""
-    folder = model.parent / "run"
-    _job(model, folder, 3, *overrides)
-    steps = len((folder / "metrics.jsonl").read_text().splitlines())
+    steps = len(_job(model, model.parent / "run", 3))
     return Outcome("works" if steps == 3 else "different", f"{steps} iterations")
 
 
-def _mismatch(folder: Path) -> str:
-    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
-    return f"mismatch {last['mismatch/max_abs']:.1e}" if "mismatch/max_abs" in last else ""
+def engine(model: Path, name: str, tp: int = 1) -> Outcome:
+    """Trains a model for one iteration on an engine of another program."""
+    folder = model.parent / f"run-{name}{tp}"
+    metrics = _job(model, folder, 1, f"rollout.engine={name}", f"rollout.layout=tp{tp}")
+    received, needed = (metrics[-1][f"weight_sync/bytes_{kind}"] for kind in ("received", "lower_bound"))
+    return _compared(metrics) if received == needed else Outcome("different", f"{received} bytes of {needed}")
 
 
-def _job(model: Path, output: Path, iterations: int, *overrides: str) -> None:
+def _compared(metrics: list[dict[str, float]]) -> Outcome:
+    error = max(line["mismatch/max_abs"] for line in metrics)
+    return Outcome("works" if error <= MISMATCH else "different", f"engine and trainer differ by {error:.1e} nats")
+
+
+def _job(model: Path, output: Path, iterations: int, *overrides: str) -> list[dict[str, float]]:
+    """Runs a job and returns its metrics."""
     from verl_mg.cli import main
 
     data = model.parent / "train.jsonl"
@@ -188,6 +195,7 @@ def _job(model: Path, output: Path, iterations: int, *overrides: str) -> None:
         "actor.dtype=float32",
         f"data.train={data}",
         "reward.function=verl_mg.rewards.exact:score",
+        "data.max_prompt_tokens=40",
         "rollout.max_new_tokens=6",
         "algorithm.prompts_per_iteration=4",
         "algorithm.group_size=2",
@@ -195,6 +203,7 @@ def _job(model: Path, output: Path, iterations: int, *overrides: str) -> None:
         f"job.iterations={iterations}",
     ]
     main(["train", "grpo", *settings, *overrides])
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 CHECKS: dict[str, Callable[[Path], Outcome]] = {
@@ -202,7 +211,12 @@ CHECKS: dict[str, Callable[[Path], Outcome]] = {
     "tp2": compare_rows,
     "train": train,
     "resume": resume,
+    "sglang": partial(engine, name="sglang"),
+    "sglang2": partial(engine, name="sglang", tp=2),
+    "vllm": partial(engine, name="vllm"),
+    "vllm2": partial(engine, name="vllm", tp=2),
 }
+"""Checks of a model that is built, by their names."""
 
 
 def run_check(family: str, check: str, folder: str, environment: dict[str, str]) -> None:

@@ -53,7 +53,7 @@ class FsdpAdapters(Adapters):
         self, table: ModelTable, module: Any, whole: Mapping[str, Shard], lora: LoraConfig, trains: bool
     ) -> None:
         if lora.experts:
-            raise UserError("lora.experts: not with backend: fsdp. Write lora.experts=false, or backend: megatron.")
+            raise UserError("lora.experts: not with backend: fsdp. Write lora.experts=false.")
         super().__init__(table, lora)
         self._by_weight: dict[str, Adapter] = {}
         modules = dict(module.named_modules())
@@ -78,7 +78,7 @@ class FsdpAdapters(Adapters):
     def _install(self, layer: Any, name: str, local: list[Any]) -> None:
         # The parts of an adapter are concatenated, in the order of the rows of the layer.
         if sorted(row for shard in local for row in shard.rows) != [row for shard in local for row in shard.rows]:
-            raise UserError(f"lora.targets: {name} has the rows of its tensors interleaved. Use backend: megatron.")
+            raise UserError(f"lora.targets: {name} has the rows of its tensors interleaved. Leave it out of them.")
         shapes = [(shard.a.shape, shard.b.shape) for shard in local]
         adapter = Adapter(shapes, self.config.alpha / self.config.rank)
         layer.add_module(ADAPTER, adapter)

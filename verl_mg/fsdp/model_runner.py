@@ -24,6 +24,7 @@ from verl_mg.fsdp.model import (
     build_module,
     check_module_layout,
     fit_expert_kernels,
+    generic,
     local_tensors,
     logit_scale_of,
     parameter_splits,
@@ -35,6 +36,7 @@ from verl_mg.fsdp.output import LogitScale
 from verl_mg.fsdp.packed_rows import RowsReader
 from verl_mg.fsdp.shard_map import ParameterSplit, fsdp_shard_map
 from verl_mg.fsdp.vision import ImagePacker
+from verl_mg.models.hf_config import other_choice
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.sharding.boxes import Box
 from verl_mg.sharding.model_table import SCORE
@@ -91,7 +93,10 @@ class FsdpRunner(Runner):
         scale = logit_scale_of(module, head, model_dir)
         self._head = None if scale is None else output_head(module, scale, self.table)
         whole = self.table.parameter_shards()
-        self._frozen = self.table.vision_parameters if spec.fsdp.freeze_vision_tower else frozenset()
+        vision = self.table.vision_parameters
+        # No gradient passes through a choice of keys: its parameters stay as they are, whatever the weight decay.
+        idle = {name for name, _ in module.named_parameters() if generic(name) in self._form.idle}
+        self._frozen = (vision if spec.fsdp.freeze_vision_tower else frozenset()) | (idle - vision)
         for name in self._frozen:
             module.get_parameter(name).requires_grad_(False)
         self.lora = None
@@ -143,7 +148,7 @@ class FsdpRunner(Runner):
         text, place = module.config.get_text_config(), device.current_device()
         yield Choice("kernels", "torch, in modules of transformers")
         if self._is_proven:
-            slow = "a call for each row. Use rows of many tokens, or backend: megatron where it has the model."
+            slow = f"a call for each row, slow for short ones. {other_choice(self.spec.path)}"
             alone = Choice("rows", f"each by itself: packed, {self._form.reason}", slow)
             yield Choice("rows", "packed") if self._form.is_packed else alone
         if text._attn_implementation == ATTENTION:
@@ -160,7 +165,9 @@ class FsdpRunner(Runner):
             yield Choice("attention", "torch's SDPA, masks of all pairs", slow)
         if self.table.config.experts:
             kind = text._experts_implementation
-            slow = "their widths are no multiples of 16 bytes. Use actor.backend=megatron." if kind == "eager" else ""
+            slow = (
+                f"their widths are no multiples of 16 bytes. {other_choice(self.spec.path)}" if kind == "eager" else ""
+            )
             yield Choice("experts", f"transformers' {kind}", slow)
 
     def _trained_tensors(self) -> frozenset[str]:

@@ -205,7 +205,4 @@ def check_optimizer(config: OptimizerConfig, name: str) -> None:
                 if key == "cpu_offload"
                 else ""
             )
-            raise UserError(
-                f"{name}.optimizer.{key}: {given} is not possible with backend: fsdp. Write {value}, or "
-                f"backend: megatron.{hint}"
-            )
+            raise UserError(f"{name}.optimizer.{key}: {given} is not possible with backend: fsdp. Write {value}.{hint}")

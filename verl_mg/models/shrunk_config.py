@@ -119,8 +119,8 @@ def _shrink(config: PretrainedConfig, longest_row: int, divisor: int) -> ShrunkC
                 failure = error
     reason = " ".join(str(failure).split()).removesuffix(".")
     raise UserError(
-        f"model_type {config.model_type!r}: no narrow copy of it can be built ({type(failure).__name__}: {reason}). "
-        "Use a language model that generates from left to right."
+        f"model_type {config.model_type!r}: no narrow copy of it runs with rows that stand for {longest_row} tokens "
+        f"({type(failure).__name__}: {reason}). Use shorter rows, or a causal language model."
     ) from failure
 
 
