@@ -18,7 +18,14 @@ from typing import Literal
 import torch
 from pydantic import Field, PositiveInt
 
-from verl_mg.algorithms.advantages import group_means, implicit_rewards, prime_advantages
+from verl_mg.algorithms.advantages import (
+    discounted_returns,
+    group_means,
+    implicit_rewards,
+    moments,
+    prime_advantages,
+    whiten,
+)
 from verl_mg.algorithms.aggregation import LossAggregation
 from verl_mg.algorithms.losses import clipped_policy_loss, prime_loss
 from verl_mg.batch import Batch
@@ -30,6 +37,8 @@ from verl_mg.recipes.common.off_policy import OffPolicyConfig, add_off_policy_we
 from verl_mg.recipes.common.old_logprobs import OldLogprobs
 from verl_mg.recipes.common.rows import concat_rollouts, sampling_metrics
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
+
+EPSILON = 1e-6  # of the published code: process rewards of an untrained model are 0
 
 
 class Config(RecipeConfig):
@@ -49,6 +58,10 @@ class Config(RecipeConfig):
     """Discount of process rewards from one token to the next."""
     process_weight: float = Field(1.0, ge=0)
     """Factor of the process rewards' part of the advantages."""
+    bound_process: bool = False
+    """Divides process rewards by the largest sum of them, from a token of a response on and without its sign."""
+    whiten: bool = False
+    """Gives the advantages of the tokens of an iteration mean 0 and standard deviation 1."""
     process_update: Literal["before", "after"] = "before"
     """Update of the process reward model, before or after it gives the process rewards of an iteration."""
     process_minibatches: PositiveInt = 1
@@ -128,8 +141,13 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
 
     mask, logprobs, ref_logprobs = (batch.pad(name)[0] for name in ("loss_mask", "process_logprobs", "ref_logprobs"))
     process_rewards = implicit_rewards(logprobs, ref_logprobs, mask, cfg.beta)
+    if cfg.bound_process:
+        sums = discounted_returns(process_rewards, mask, 1.0).abs().flatten()
+        process_rewards = process_rewards / (job.global_kth_largest(sums, 1) + EPSILON)
     scores, of_group = (column[batch.first_rows] for column in (rewards_with_kl(batch, cfg.kl), batch["group"]))
     advantages = prime_advantages(process_rewards, scores, mask, of_group, cfg.gamma, cfg.process_weight)
+    if cfg.whiten:
+        advantages = whiten(advantages, mask, job.all_reduce_sum(moments(advantages, mask)))
     batch["advantages"] = batch.unpad(advantages)
 
     metrics = job.actor.update(

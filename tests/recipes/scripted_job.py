@@ -49,6 +49,7 @@ class ScriptedJob:
         self.rollout = SimpleNamespace(generate=self._generate, update_weights=lambda actor: None)
         self.reward = SimpleNamespace(wait=lambda batch: batch["scripted_reward"])
         self.all_reduce_sum = collectives.all_reduce_sum
+        self.global_kth_largest = collectives.global_kth_largest
         self.all_gather_column = collectives.all_gather_column
         self.reassign_sample_ids = collectives.reassign_sample_ids
         self._script = generate

@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+import statistics
 from importlib import import_module
 from itertools import pairwise
 
@@ -406,6 +407,35 @@ def test_prime_samples_until_enough_prompts_have_an_accuracy_in_the_band(ranks, 
     for _, metrics, before, after in results:
         assert metrics["prime/rounds"] == 3.0 and metrics["prime/groups"] == 3.0
         assert before == ["update", "compute_logprobs"] and after == ["compute_logprobs", "update"]
+
+
+def run_prime_with_process_rewards() -> list[dict[int, float]]:
+    """This rank's advantages by sample, where rewards rise with the sample: plain, bounded, whitened."""
+    found = []
+    for options in ({}, {"bound_process": True}, {"whiten": True}):
+        job = ScriptedJob(dapo_round)
+        job.process_reward.compute_logprobs = lambda batch: batch.expand_to_tokens(batch["sample_id"]) * 2.0 - 1.0
+        prime.iteration(job, prime.Config(prompts_per_iteration=3, group_size=2, accuracy_low=0.2, **options))
+        (batch,) = job.actor.batches
+        advantages = batch["advantages"][batch["loss_mask"]].tolist()
+        found.append(dict(zip(batch["sample_id"].tolist(), advantages, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_prime_bounds_process_rewards_and_whitens_over_all_ranks(ranks, count):
+    results = ranks.run(count, run_prime_with_process_rewards)
+    plain, bounded, whitened = ({k: v for found in results for k, v in found[i].items()} for i in range(3))
+    pairs = [(0, 1), (12, 13), (14, 15)]
+    assert sorted(plain) == [sample for pair in pairs for sample in pair]
+    for low, high in pairs:
+        # beta 0.05, log-ratio 2 for each sample number; the largest reward is that of sample 15.
+        outcome = plain[high] - 0.1
+        assert abs(outcome) == pytest.approx(1.0) and plain[low] == pytest.approx(-plain[high])
+        assert bounded[high] == pytest.approx(0.1 / 1.5 + outcome, rel=1e-5)
+        assert bounded[low] == pytest.approx(-bounded[high])
+    deviation = statistics.stdev(plain.values())
+    assert whitened == pytest.approx({sample: value / deviation for sample, value in plain.items()}, rel=1e-5)
 
 
 ROWS, GROUP, ITERATIONS = 12, 4, 3
