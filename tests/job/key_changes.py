@@ -26,7 +26,7 @@ class Change(NamedTuple):
 
 KL, CORRECTED = "algorithm.kl.coefficient=0.5", "algorithm.off_policy.correction=token-tis"
 COMPARED = "algorithm.old_logprobs=recompute"  # with those of the rollout the ratio would be 1
-ADAPTED = (KL, "algorithm.kl.target=0.001", "algorithm.kl.horizon=8")
+FALLING = ("algorithm.kl.target=9000", "algorithm.kl.horizon=8")
 RISING = ("algorithm.kl.target=1e-9", "algorithm.kl.horizon=1000")
 # Steps so large that ratios and values leave any bound.
 SMALL, LARGE = "1e-6", "9.0"
@@ -41,10 +41,10 @@ CHANGES = {
     "entropy_coefficient": Change(("0.5",)),
     "kl.coefficient": Change(("0.5", "0.1")),
     "kl.placement": Change(("loss", "reward"), (KL,)),
-    "kl.estimator": Change(("k2", "k3"), (KL,)),
+    "kl.estimator": Change(("k2", "k1"), (KL,)),
     "kl.target": Change(("0.001",), (KL, "algorithm.kl.horizon=8")),
     "kl.horizon": Change(("8",), (KL, "algorithm.kl.target=0.001")),
-    "kl.min_coefficient": Change(("0.5",), ADAPTED),
+    "kl.min_coefficient": Change(("0.5",), (KL, *FALLING)),
     "kl.max_coefficient": Change(
         ("0.5",), (KL, "algorithm.kl.target=1e-9", "algorithm.kl.horizon=1000", "job.iterations=4")
     ),
@@ -129,7 +129,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "DataConfig.train": ("data.train=OTHER/data/train.jsonl",),
     "DataConfig.test": (EVALUATED, "data.test=OTHER/data/test.jsonl"),
     "DataConfig.prompt_field": ("data.prompt_field=answer",),
-    "DataConfig.answer_field": (EXACT, "data.answer_field=prompt"),
     "DataConfig.chat_template": ("data.chat_template=true",),
     "DataConfig.instruction": ("data.instruction='1'",),
     "DataConfig.system_prompt": ("data.chat_template=true", "data.system_prompt='1'"),
@@ -161,17 +160,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "WeightedRewardConfig.weight": (MIXTURE, "reward.mixture.a.weight=3"),
     "CurriculumConfig.low": ("job.iterations=6", "data.curriculum.low=0.9"),
     "CurriculumConfig.high": ("job.iterations=6", "data.curriculum.high=0.01"),
-    "CurriculumConfig.revisit": ("job.iterations=6", "data.curriculum.low=0.9", "data.curriculum.revisit=1"),
     "CurriculumConfig.pass_threshold": (
         *("job.iterations=6", "data.curriculum.low=0.9"),
         "data.curriculum.pass_threshold=-9",
     ),
-    "CurriculumConfig.decay": ("job.iterations=6", "data.curriculum.high=0.1", "data.curriculum.decay=0"),
-    "CheckpointConfig.best": (
-        *("job.iterations=5", "checkpoint.every=1", "checkpoint.keep=1"),
-        "checkpoint.best=reward/std",
-    ),
-    "TrackingConfig.prometheus_port": ("tracking.prometheus_port=0",),
     "RolloutConfig.extra_prompts": ("rollout.extra_prompts=3",),
     "OptimizerConfig.kind": (f"{OPTIMIZER}.kind=muon",),
     "OptimizerConfig.lr": (f"{OPTIMIZER}.lr=0.1",),
@@ -239,21 +231,19 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 TASK and OTHER are the folders of two tasks."""
 
 
-def keys_of(section: type[BaseModel], prefix: str = "") -> dict[str, Any]:
-    """The keys of a recipe that are values, with their defaults."""
+def keys_of(section: BaseModel, prefix: str = "") -> dict[str, Any]:
+    """The keys below a section of defaults that are values, with these defaults."""
     found: dict[str, Any] = {}
-    for name, field in section.model_fields.items():
-        if inner := subsection(field.annotation):
-            found |= keys_of(inner[1], f"{prefix}{name}.")
-        else:
-            found[prefix + name] = field.get_default(call_default_factory=True)
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        found |= keys_of(value, f"{prefix}{name}.") if subsection(field.annotation) else {prefix + name: value}
     return found
 
 
 @cache
 def recipe_keys(name: str) -> dict[str, Any]:
-    """The keys of the recipe NAME."""
-    return keys_of(load_recipe(name).config)
+    """The keys of the recipe NAME, with its defaults."""
+    return keys_of(load_recipe(name).config())
 
 
 def overrides_of(name: str, other_model: Path, others: Sequence[str]) -> list[str]:

@@ -201,7 +201,7 @@ def following(path: str, body: Json, answers: list[str], question: str) -> list[
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 @pytest.mark.parametrize("template", [pytest.param(KEEPING, id="keeping"), pytest.param(THINKING, id="thinking")])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_reply_sent_back_is_accepted_and_changes_no_token(path, template, data):
     conversation, memory = Conversation(_renderer(template), QWEN3), SessionMemory()
