@@ -182,8 +182,8 @@ def test_rows_that_pad_the_vocabulary_are_never_drawn(engine, mixtures):
 @pytest.mark.parametrize("adapters", [None, AdapterSettings(4, ("q_proj", "k_proj", "v_proj"))])
 def test_rows_that_pad_the_vocabulary_on_two_ranks_are_never_drawn(tmp_path, kind, adapters):
     """One rank has some tokens and some rows of padding, the other padding alone."""
-    sizes: dict[str, Any] = {"hidden": 64, "head_dim": 32, "max_positions": 256, "init_std": 0.2}
-    model = make_tiny_model(tmp_path / "model", "qwen2", characters="abcdefgh", tie_embeddings=True, **sizes)
+    sizes: dict[str, Any] = {"hidden": 128, "max_positions": 256, "init_std": 0.2}
+    model = make_tiny_model(tmp_path / "model", "llama", characters="abcdefgh", tie_embeddings=True, **sizes)
     options = options_of(kind, layout=EngineLayout(tp=2), routed_experts=False, adapters=adapters)
     with closing(ProcessEngine(PROCESSES[kind], model, options, tmp_path / "0.log")) as engine:
         found = []

@@ -209,6 +209,9 @@ class ServerRank:
             for name, values in expected(self._layout, self._rank, tensors_of(0), self._wire).items()
         }
 
+    def named_buffers(self) -> Iterable[tuple[str, Tensor]]:
+        return ()
+
     def named_parameters(self) -> Iterable[tuple[str, Tensor]]:
         """Of the model that SGLang's loaders get."""
         return self._parameters.items()

@@ -68,7 +68,7 @@ class Shard:
         return described(parameter, self.order)
 
     def as_parameter(self, values: Tensor) -> Tensor:
-        """Returns values with the dimensions of the shard as a view with those of the parameter."""
+        """Returns values with the dimensions of the shard as a view with the dimensions of the parameter."""
         return described(values, sorted(range(len(self.order)), key=self.order.__getitem__))
 
     @property
@@ -194,7 +194,7 @@ class BoxIndex:
     """Boxes of one tensor, found by the place of another box.
 
     Boxes with the same range of the first dimension are together, in an index of the other dimensions where they are
-    many. Those of a table are ranges of rows, or of rows and columns, and are found in the logarithm of their number.
+    many. Boxes of a table are ranges of rows, or of rows and columns, found in the logarithm of their number.
     """
 
     def __init__(self, boxes: Sequence[Box], numbers: Sequence[int] | None = None, axis: int = 0) -> None:

@@ -93,8 +93,8 @@ class Replicas(Sequence[BoxReplicas]):
 
     def overlaps(self, box: Box) -> Iterator[tuple[BoxReplicas, Box]]:
         """Yields the replicas with elements in a box, and the box of these elements."""
-        found = self._index.candidates(box) if len(self._items) > FEW_BOXES else range(len(self._items))
-        for number in found:
+        numbers = self._index.candidates(box) if len(self._items) > FEW_BOXES else range(len(self._items))
+        for number in numbers:
             if (common := intersect(self._items[number].box, box)) is not None:
                 yield self._items[number], common
 
