@@ -1,6 +1,7 @@
 """Configurations of the section `rollout` that are refused: one case at least for each row of the tables of checks."""
 
 import importlib.util
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 
 from tests.helpers.random_models import config
 from verl_mg import device
-from verl_mg.config import Config
+from verl_mg.config import Config, RecipeConfig, load_config
 from verl_mg.config.checks import REFUSALS, JobCase, Refusal
+from verl_mg.config.effects import NEEDS, check_effects
 from verl_mg.engines.engine_options import EngineCase
 from verl_mg.engines.kinds import ENGINES, PROCESSES
 from verl_mg.errors import UserError
@@ -221,3 +223,58 @@ def test_check_engines_reports_what_the_configuration_alone_forbids_first(on_gpu
     monkeypatch.setattr(device, "ranks_of_a_node", lambda ranks: 1)
     with pytest.raises(UserError, match=r"^rollout\.adapters=true: adapters are in the memory of one node"):
         check(LATENT, adapters=True, lora={}, layout="tp2", sleep=False)
+
+
+WITHOUT_EFFECT = [
+    (
+        ["rollout.max_turns=3"],
+        ["rollout.tools=[a:b]"],
+        "rollout.max_turns: it has no effect, since there are no",
+    ),
+    (["rollout.reasoning_parser=qwen3"], ["rollout.agent=a:b"], "neither tools nor agents read replies."),
+    (["rollout.agent_retries=2"], ["rollout.agent=a:b"], "no agent makes the samples. Set rollout.agent, or leave"),
+    (["rollout.stale=drop"], ["rollout.mode=async"], "weights never reach requests in flight."),
+    (["rollout.vllm={a: 1}"], ["rollout.engine=vllm"], "these are arguments of another engine."),
+    (["rollout.sglang={a: 1}"], ["rollout.engine=sglang"], "these are arguments of another engine."),
+    (["rollout.python=p"], ["rollout.engine=vllm"], "the job starts no process of an engine."),
+    (["rollout.api_key_env=A"], ["rollout.urls=[http://a:1]"], "the job starts its engines itself."),
+    (
+        ["rollout.shared_folder=f"],
+        ["rollout.urls=[http://a:1]", "rollout.weight_transfer=disk"],
+        "weights do not travel through files.",
+    ),
+    (["evaluation.every=3"], ["data.test=t"], "there is nothing to evaluate on. Set data.test"),
+    (["data.curriculum.revisit=1"], ["data.curriculum.low=0.1"], "no prompt is left out."),
+    (["reward.from_model=true", "reward.workers=3"], ["reward.from_model=false"], "runs no reward functions."),
+    (
+        ["reward.mixture={a: {function: a:b}}", "reward.function=c:d"],
+        ["reward.mixture={}"],
+        "reward.mixture replace it",
+    ),
+    (["actor.guard.action=rollback"], ["actor.guard.max_kl=0.1"], "no divergence is too large."),
+    (["fsdp.replicas=2"], ["actor.backend=fsdp"], "no role has this backend. Set actor.backend=fsdp"),
+    (["actor.backend=fsdp", "megatron.ddp={a: 1}"], ["actor.backend=megatron"], "no role has this backend."),
+    (["tracking.samples=2"], ["tracking.services=[wandb]"], "no service receives it."),
+    (["tracking.prometheus_host=h"], ["tracking.prometheus_port=0"], "no port is open."),
+    (["profile.memory=true"], ["profile.iterations=[1]"], "no iteration is traced."),
+    (["critic.offload=true"], None, "critic: it has no effect, since the recipe builds no such role."),
+]
+
+
+def checked(overrides: list[str], roles: set[str]) -> None:
+    loaded = load_config(None, ["model.path=m", "data.train=d", *overrides], RecipeConfig)
+    check_effects(loaded, roles)
+
+
+@pytest.mark.parametrize(("overrides", "needed", "message"), WITHOUT_EFFECT)
+def test_check_effects_key_without_effect_is_refused_unless_it_has_one(overrides, needed, message):
+    roles = {"actor", "rollout", "reward"}
+    with pytest.raises(UserError, match=re.escape(message)):
+        checked(overrides, roles)
+    checked([*overrides, *(needed or ())], {*roles, "critic"})
+
+
+def test_check_effects_cases_cover_the_table():
+    messages = [message for *_, message in WITHOUT_EFFECT]
+    assert all(any(m.partition("since ")[2] in row.missing or m in row.missing for m in messages) for row in NEEDS)
+    checked([], {"actor"})

@@ -25,13 +25,6 @@ class Needs(NamedTuple):
     missing: str  # why they have none, and what to write
 
 
-def _has_backend(name: str) -> Callable[[Config], bool]:
-    return lambda c: any(
-        role.backend == name
-        for role in (c.actor, c.critic, c.reward_model, c.process_reward, c.reference, *c.teachers.values())
-    )
-
-
 AGENTS = "agent_options agent_timeout_s agent_concurrency agent_retries agent_failure_reward agent_trained agent_host"
 NEEDS = (
     Needs("rollout", "max_turns tool_timeout_s", lambda c: c.rollout.tools, "there are no tools. Set rollout.tools"),
@@ -60,10 +53,6 @@ NEEDS = (
           "the rewards of reward.mixture replace it. Write it as one of them"),
     Needs("actor.guard", "action", lambda c: c.actor.guard.max_kl is not None,
           "no divergence is too large. Set actor.guard.max_kl"),
-    Needs("fsdp", "replicas reshard_after_forward freeze_vision_tower cpu_offload", _has_backend("fsdp"),
-          "no role has this backend. Set actor.backend=fsdp"),
-    Needs("megatron", "transformer optimizer ddp", _has_backend("megatron"),
-          "no role has this backend. Set actor.backend=megatron"),
     Needs("tracking", "project samples", lambda c: c.tracking.services,
           "no service receives it. Set tracking.services"),
     Needs("tracking", "prometheus_host", lambda c: c.tracking.prometheus_port is not None,
@@ -71,6 +60,7 @@ NEEDS = (
     Needs("profile", "ranks memory", lambda c: c.profile.iterations,
           "no iteration is traced. Set profile.iterations"),
 )  # fmt: skip
+MODELS = {"actor", "critic", "reward_model", "process_reward", "reference"}
 # Not the reference: its section is kept where a penalty is turned off by its coefficient.
 ROLES = ("critic", "reward_model", "process_reward", "teachers")
 
@@ -91,6 +81,14 @@ def check_effects(config: Config, roles: Collection[str]) -> None:
         if name in ROLES and name not in built:
             raise UserError(
                 f"{name}: it has no effect, since the recipe builds no such role. Leave it out, or choose another one."
+            )
+    sections = [getattr(config, name) for name in built & MODELS]
+    backends = {section.backend for section in (*sections, *config.teachers.values())}
+    for name in {"fsdp", "megatron"} - (backends if "teachers" not in built else backends | {config.reference.backend}):
+        if unused := [*_differing(getattr(config, name))]:
+            raise UserError(
+                f"{name}.{unused[0]}: it has no effect, since no role has this backend. Set actor.backend={name}, or "
+                "leave it out."
             )
 
 
