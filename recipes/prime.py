@@ -7,7 +7,7 @@ Differences from GRPO:
 - tokens have process rewards: a language model is trained as a classifier of outcomes, whose logit is `beta` times the
   log-ratio to its initial weights, and the log-ratio of a single token is then a reward; the model is updated with the
   outcomes of an iteration before or after it gives the process rewards of the same iteration
-- baselines leave the response itself out, and nothing is divided by a standard deviation
+- baselines leave the response itself out, and advantages are whitened only where `whiten` is set
 - sampling is repeated until enough prompts have a mean outcome (the reward, limited to 0 and 1) within bounds
 - every token has the same weight, whatever the length of its response
 """
@@ -18,14 +18,7 @@ from typing import Literal
 import torch
 from pydantic import Field, PositiveInt
 
-from verl_mg.algorithms.advantages import (
-    discounted_returns,
-    group_means,
-    implicit_rewards,
-    moments,
-    prime_advantages,
-    whiten,
-)
+from verl_mg.algorithms.advantages import group_means, implicit_rewards, prime_advantages
 from verl_mg.algorithms.aggregation import LossAggregation
 from verl_mg.algorithms.losses import clipped_policy_loss, prime_loss
 from verl_mg.batch import Batch
@@ -35,10 +28,9 @@ from verl_mg.recipes.common.entropy import add_entropy_bonus
 from verl_mg.recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
 from verl_mg.recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from verl_mg.recipes.common.old_logprobs import OldLogprobs
+from verl_mg.recipes.common.process_rewards import bounded, whitened
 from verl_mg.recipes.common.rows import concat_rollouts, sampling_metrics
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
-
-EPSILON = 1e-6  # of the published code: process rewards of an untrained model are 0
 
 
 class Config(RecipeConfig):
@@ -121,7 +113,6 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     groups = groups[: cfg.prompts_per_iteration]
     batch = concat_rollouts(rounds)
     batch = batch.select(torch.isin(batch["group"], groups))
-
     with job.concurrent_roles():
         if cfg.old_logprobs == "recompute":
             batch["old_logprobs"] = job.actor.compute_logprobs(batch)
@@ -129,7 +120,6 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
             batch["old_logprobs"] = batch["rollout_logprobs"]
         batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     add_off_policy_weights(batch, cfg.off_policy, job.all_reduce_sum)
-
     # The log-probs before or after this update decide which weights give the process rewards.
     if cfg.process_update == "after":
         batch["process_logprobs"] = job.process_reward.compute_logprobs(batch)
@@ -141,15 +131,11 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
 
     mask, logprobs, ref_logprobs = (batch.pad(name)[0] for name in ("loss_mask", "process_logprobs", "ref_logprobs"))
     process_rewards = implicit_rewards(logprobs, ref_logprobs, mask, cfg.beta)
-    if cfg.bound_process:
-        sums = discounted_returns(process_rewards, mask, 1.0).abs().flatten()
-        process_rewards = process_rewards / (job.global_kth_largest(sums, 1) + EPSILON)
+    process_rewards = bounded(process_rewards, mask, job.global_kth_largest) if cfg.bound_process else process_rewards
     scores, of_group = (column[batch.first_rows] for column in (rewards_with_kl(batch, cfg.kl), batch["group"]))
     advantages = prime_advantages(process_rewards, scores, mask, of_group, cfg.gamma, cfg.process_weight)
-    if cfg.whiten:
-        advantages = whiten(advantages, mask, job.all_reduce_sum(moments(advantages, mask)))
+    advantages = whitened(advantages, mask, job.all_reduce_sum) if cfg.whiten else advantages
     batch["advantages"] = batch.unpad(advantages)
-
     metrics = job.actor.update(
         batch,
         partial(policy_loss, cfg=cfg),
