@@ -9,7 +9,6 @@ Differences from GRPO:
   outcomes of an iteration before or after it gives the process rewards of the same iteration
 - baselines leave the response itself out, and advantages are whitened only where `whiten` is set
 - sampling is repeated until enough prompts have a mean outcome (the reward, limited to 0 and 1) within bounds
-- every token has the same weight, whatever the length of its response
 """
 
 from functools import partial
