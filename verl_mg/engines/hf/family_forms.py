@@ -1,4 +1,4 @@
-"""Forms of decoding a family of `transformers`, of which a narrow copy of the family proves the fastest one that is right.
+"""Forms of decoding a family of `transformers`; a narrow copy of the family proves which is the fastest right one.
 
     PADDED    prompts of any length together, padded on the left, with a cache that grows in place (`decoding.decode`)
     EQUAL     prompts of equal length together, without padding, with the family's cache
@@ -80,7 +80,7 @@ def family_form(config: PreTrainedConfig, longest_row: int, is_trained: bool) ->
         try:
             module = _module(narrow, attention)
             expected, computed = (_logprobs(each, prompts) for each in (_module(narrow, "eager"), module))
-            difference = _difference(expected, seen)
+            difference = _difference(expected, computed)
         except Exception as error:  # of any kind: it is the code of any family
             difference = str(error) or type(error).__name__
         if difference and attention == "sdpa":
