@@ -269,7 +269,8 @@ class RolloutConfig(ConfigSection):
     stop: StopStrings = []
     """Strings that end a response, such as `["</answer>"]`. Its last token is the one that completes one of them, also
     in the middle of the token, on every engine. Rewards see the text up to the end of that token, the string included.
-    Special tokens count with their text. []: responses end only with the model's stop tokens."""
+    Special tokens count with their text. []: responses end only with the model's stop tokens: of
+    config.json, generation_config.json, tokenizer and chat template, on every engine."""
     max_new_tokens: PositiveInt = 256
     """Longest response, in tokens, over all turns."""
     max_running_requests: PositiveInt = 256
@@ -325,9 +326,10 @@ class RolloutConfig(ConfigSection):
     """Train with the experts that the engine selected for each token, for mixture-of-experts models."""
     max_mismatch: MaxMismatch = "auto"
     """Largest mean of |log-prob of the trainer - of the engine| in nats, over the first samples that are generated
-    after a start. With a larger one the job ends before it trains. auto: on GPUs 1e-3 in float32, 0.05 in bfloat16, 0.2
-    with a quantized `wire` or `kv_cache_dtype`, training in FP8, or a mixture of experts without `replay_routing`; on a
-    CPU no bound. null: no bound; metrics of `mismatch/` show the difference."""
+    after a start, and before them over the end of a row as long as the longest prompt and response. With a larger one
+    the job ends before it trains. auto: 1e-3 in float32, 0.05 in bfloat16, 0.2 with a quantized `wire` or
+    `kv_cache_dtype`, training in FP8, or a mixture of experts without `replay_routing`. null: no bound; metrics of
+    `mismatch/` show the difference."""
     request_timeout_s: float = Field(3600.0, gt=0)
     """Seconds after which a request to an engine is aborted; its sample ends there with finish reason timeout."""
     python: Path | None = None

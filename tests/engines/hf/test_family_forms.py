@@ -76,9 +76,7 @@ def test_generate_in_another_form_draws_the_tokens_of_padded_rows(form, tmp_path
 def test_abort_of_a_form_of_the_family_returns_the_tokens_so_far(tmp_path):
     module = HFEngine(tiny_model(tmp_path, "qwen3"), "cpu", torch.float32).module
     aborts = iter([False, False, True])
-    results = generate(
-        module, EQUAL, [(5, 6)], torch.rand(1, 9), [9], Sampling(max_new_tokens=9), lambda: next(aborts)
-    )
+    results = generate(module, EQUAL, [(5, 6)], torch.rand(1, 9), [9], Sampling(max_new_tokens=9), lambda: next(aborts))
     assert [len(tokens) for tokens, _ in results] == [3]
 
 

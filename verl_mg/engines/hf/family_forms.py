@@ -1,15 +1,16 @@
-"""How the engine decodes a family of `transformers`: the fastest form that a narrow copy of the family proves right.
+"""Forms of decoding a family of `transformers`; a narrow copy of the family proves which is the fastest right one.
 
     PADDED    prompts of any length together, padded on the left, with a cache that grows in place (`decoding.decode`)
     EQUAL     prompts of equal length together, without padding, with the family's cache
     WHOLE     each prompt by itself without a cache: all tokens are computed again for each new one
 
-A form is right where the log-probs of its tokens are those of the family's eager attention over each whole row.
+A form is right where its tokens have the log-probs of the family's eager attention over each whole row.
 """
 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -38,7 +39,7 @@ from verl_mg.models.transformers_module import has_images, module_class
 NEW_TOKENS = 12  # of each proving row
 PROMPTS = (LONGEST_ROW // 3, LONGEST_ROW - NEW_TOKENS, LONGEST_ROW // 3, LONGEST_ROW // 2)  # their tokens
 TOLERANCE = 1e-4  # nats in float32
-TOKENS = (4, 200)  # special tokens, such as those of images, have the first and the last ids
+TOKENS = (4, 200)  # special tokens, such as placeholders of images, have the first and the last ids
 
 
 class Form(Enum):
@@ -78,8 +79,8 @@ def family_form(config: PreTrainedConfig, longest_row: int, is_trained: bool) ->
     for attention in ("sdpa", "eager"):
         try:
             module = _module(narrow, attention)
-            expected, found = (_logprobs(each, prompts) for each in (_module(narrow, "eager"), module))
-            difference = _difference(expected, found)
+            expected, computed = (_logprobs(each, prompts) for each in (_module(narrow, "eager"), module))
+            difference = _difference(expected, computed)
         except Exception as error:  # of any kind: it is the code of any family
             difference = str(error) or type(error).__name__
         if difference and attention == "sdpa":
@@ -90,8 +91,8 @@ def family_form(config: PreTrainedConfig, longest_row: int, is_trained: bool) ->
             reason = f"with {form.value} {failure}"
     if is_trained:
         raise UserError(
-            f"rollout.engine=hf: a narrow copy of {config.model_type!r} decodes rows, which stand for {longest_row} "
-            f"tokens, otherwise than it computes them at once: {reason}. Use shorter rows, or another rollout.engine."
+            f"rollout.engine=hf: a narrow copy of {config.model_type!r} decodes rows, in proportion to {longest_row} "
+            f"tokens, otherwise than it computes whole rows: {reason}. Use shorter rows, or another rollout.engine."
         )
     return FamilyForm(Form.WHOLE, attention, reason)
 
@@ -116,7 +117,7 @@ def generate(
         draw = _Draw(index, uniforms[index], torch.tensor(limits)[index], sampling, aborted, text_end)
         if form is Form.WHOLE:
             while draw.running.any() and not (draw.started and aborted()):
-                drawn = draw(ids, module(input_ids=ids).logits[:, -1].float()).argmax(-1, keepdim=True)
+                drawn = draw(ids, _logits(module, ids)[:, -1]).argmax(-1, keepdim=True)
                 ids = torch.cat([ids, drawn], 1)
             results |= dict(zip(numbers, draw.results(), strict=True))
             continue
@@ -211,8 +212,8 @@ def _failure(narrow: PreTrainedConfig, attention: str, form: Form, prompts: Sequ
         return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
 
 
-def _difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str:
-    error = float((torch.cat(list(expected)) - torch.cat(list(found))).abs().max())
+def _difference(expected: Sequence[Tensor], computed: Sequence[Tensor]) -> str:
+    error = float((torch.cat(list(expected)) - torch.cat(list(computed))).abs().max())
     return "" if error <= TOLERANCE else f"log-probs differ by {error:.2g}"
 
 
@@ -227,9 +228,16 @@ def _logprobs(module: Any, rows: Sequence[tuple[int, ...]]) -> list[Tensor]:
     for row in rows:
         ids = torch.tensor([row])
         # A copy: a module may keep frequencies of the longest row so far.
-        logits = copy.deepcopy(module)(input_ids=ids).logits[0, :-1].float()
+        logits = _logits(copy.deepcopy(module), ids)[0, :-1]
         results.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
     return results
+
+
+def _logits(module: Any, ids: Tensor) -> Tensor:
+    """Returns the logits (n, t, V) in float32 of whole rows (n, t)."""
+    options = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
+    logits: Tensor = module(input_ids=ids, **options).logits
+    return logits.float()
 
 
 def _module(narrow: PreTrainedConfig, attention: str) -> PreTrainedModel:
