@@ -24,7 +24,7 @@ from torch import Tensor
 
 from verl_mg.errors import EXIT_CODE, UserError
 
-TOLERANCE, MISMATCH = 1e-5, 1e-4  # nats
+TOLERANCE, MISMATCH = 1e-5, 1e-4  # of the largest log-prob of a token; nats between engine and trainer
 ROWS = (17, 64, 5, 64, 2)  # tokens of the rows that are compared
 LONGEST_ROW = 4096  # of the job that a tiny model stands for: beyond the windows of most families
 STD = 0.2  # of the weights: so large that every part of the network shows in its outputs
@@ -87,6 +87,7 @@ def make_model(family: str, folder: Path) -> Outcome:
     module = module_class(copy).from_config(copy, dtype=torch.float32)
     perturb_vectors(module)
     module.save_pretrained(folder)
+    copy.save_pretrained(folder)  # the module's may be of a part
     tokenizer.save_pretrained(folder)
     size = sum(parameter.numel() for parameter in module.parameters())
     return Outcome("works", f"{copy.get_text_config(decoder=True).num_hidden_layers} layers, {size:,} weights")
@@ -101,10 +102,11 @@ def compare_rows(model: Path) -> Outcome:
     form, reason, found = backend_logprobs(model, size)
     if rank:
         return Outcome(form)
-    pairs = enumerate(zip(found, own_logprobs(model), strict=True))
-    worst, row = max((float((a - b).abs().max()), number) for number, (a, b) in pairs)
+    expected = own_logprobs(model)
+    worst, row = max((float((a - b).abs().max()), n) for n, (a, b) in enumerate(zip(found, expected, strict=True)))
+    bound = TOLERANCE * max(1.0, *(float(of_row.abs().max()) for of_row in expected))
     detail = f"{worst:.1e} nats in row {row} of {ROWS[row]} tokens{f'; packed: {reason}' if reason else ''}"
-    return Outcome(form if worst <= TOLERANCE else "different", detail)
+    return Outcome(form if worst <= bound else "different", detail)
 
 
 def rows_of(model: Path) -> list[Tensor]:

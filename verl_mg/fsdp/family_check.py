@@ -198,7 +198,10 @@ class FamilyCheck:
         where = self._reference.where
         mesh, ranks = (groups.tensor_mesh, groups.tensor_ranks) if groups else (None, TensorRanks())
         shard = groups.token_shard(groups.layout.cp) if groups else TokenShard(1, 1)
-        module = module_of(copy.deepcopy(self._reference.config), self._dir, self._head, torch.float32, is_packed)
+        try:
+            module = module_of(copy.deepcopy(self._reference.config), self._dir, self._head, torch.float32, is_packed)
+        except UserError as error:  # some families build only the attention that they know
+            raise DifferenceError(str(error)) from error
         scale = logit_scale_of(module, self._head, self._dir)
         try:
             summed = shard_tensors(module, mesh, where)

@@ -25,7 +25,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from verl_mg.errors import UserError
-from verl_mg.models.transformers_module import module_class
+from verl_mg.models.transformers_module import module_class, text_fields
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -305,10 +305,8 @@ class _Scale:
 
 
 def _known(config: PretrainedConfig, *names: str) -> int | None:
-    # Not by attributes: a field that differs by layer has none.
-    fields = config.to_dict()
-    given = (fields.get(config.attribute_map.get(name, name)) for name in names)
-    return next((value for value in given if isinstance(value, int)), None)
+    fields = text_fields(config)
+    return next((value for name in names if isinstance(value := fields.get(name), int)), None)
 
 
 def _is_head_width(name: str) -> bool:
