@@ -9,12 +9,14 @@ import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
 
-from tests.helpers.tiny_models import nightly, random_rows
+from tests.helpers.tiny_models import nightly, random_rows, tiny_model
+from verl_mg.choice import Choice
 from verl_mg.errors import UserError
 from verl_mg.fsdp import packed_rows
-from verl_mg.fsdp.family_check import PROBED, PROBED_ROWS, FamilyCheck, FamilyChecks, check_module
+from verl_mg.fsdp.family_check import PROBED, PROBED_ROWS, FamilyCheck, FamilyChecks, check_module, form_on_ranks
 from verl_mg.fsdp.mesh import MeshGroups, TensorRanks
 from verl_mg.fsdp.model import PackedModule, logit_scale_of, module_of, recompute_layers, sharded_blocks
+from verl_mg.fsdp.model_runner import FsdpRunner
 from verl_mg.fsdp.packed_rows import PackedRows, RowsReader
 from verl_mg.layout import Layout, Placement
 from verl_mg.models.flops import row_flops
@@ -106,6 +108,28 @@ def test_ranks_compute_what_one_rank_does_or_are_refused_together(ranks, tmp_pat
     found = ranks.run(Layout.parse(layout).ranks, form_on, saved(tmp_path, name, fields), layout)
     assert all(each == found[0] for each in found)
     assert words in (found[0] if isinstance(found[0], str) else found[0][1] or "packed")
+
+
+@pytest.mark.nightly
+def test_layout_is_checked_by_new_processes(tmp_path):
+    """Without a job, as `verl-mg models` needs it."""
+    model = saved(tmp_path, "olmo2", {})
+    assert form_on_ranks(model, "language", 1024, Layout.parse("tp2")).is_packed
+    with pytest.raises(UserError, match="no plan"):
+        form_on_ranks(saved(tmp_path / "bloom", "bloom", {}), "language", 1024, Layout.parse("tp2"))
+
+
+def choices_of(model: Path) -> list[Choice]:
+    """What a model computes with, as the start of a job says it."""
+    groups = MeshGroups(Placement.on(Layout.parse("tp1"), dist.get_world_size()))
+    return FsdpRunner(ModelSpec(model, torch.float32), groups).chosen()
+
+
+def test_start_says_that_each_row_is_computed_by_itself(ranks, tmp_path):
+    (choices,) = ranks.run(1, choices_of, tiny_model(tmp_path, "qwen3_next", 2))
+    chosen = {choice.part: choice for choice in choices}
+    assert chosen["rows"].chosen.startswith("each by itself: packed, ") and "linear_attn" in chosen["rows"].chosen
+    assert "a call for each row" in chosen["rows"].warning and chosen["attention"].chosen == "transformers' sdpa"
 
 
 def without_rows(*arguments, packed, **options):

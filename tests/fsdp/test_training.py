@@ -1,15 +1,19 @@
 """Training on sharded modules of `transformers`, against the same modules whole, row by row, in plain torch."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.fsdp.training import train
-from tests.helpers.tiny_models import nightly, oracle, rows_for
+from tests.helpers.tiny_models import nightly, oracle, random_rows, rows_for
 from tests.megatron.layout_models import make_model
 from tests.megatron.training import assert_equal, train_in_plain_torch
 from verl_mg.config import FsdpConfig
 from verl_mg.layout import Layout
+from verl_mg.models.shrunk_config import shrink
 
 LAYOUTS = [
     ("dense", "cp2-dp2", 1, True),
@@ -74,3 +78,39 @@ def test_update_with_weights_in_host_memory_equals_plain_torch(ranks, expected, 
     options = FsdpConfig(cpu_offload=True)
     results = ranks.run(Layout.parse(layout).ranks, train, model, layout, replicas, rows, False, options)
     assert_equal(results, plain, 2e-5)
+
+
+HYBRID = {"num_hidden_layers": 4}
+FAMILIES = {
+    "nemotron_h": {},
+    "kimi_linear": {},
+    "lfm2": HYBRID | {"layer_types": ["conv", "full_attention"] * 2},
+    "jamba": {"num_hidden_layers": 8, "attn_layer_period": 4, "attn_layer_offset": 2},
+    "falcon_h1": {},
+    "granitemoehybrid": HYBRID | {"layer_types": ["mamba", "attention"] * 2},
+    "minimax_m3_vl_text": {},
+    "zamba2": {},
+    "phimoe": {},
+    "bloom": {},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_without_a_table_trains_as_plain_torch(ranks, tmp_path, name):
+    """Layers with a state, selected keys, or other attention: rows are packed or not, as the check decides."""
+    config = shrink(CONFIG_MAPPING[name](**FAMILIES[name]), 1024).config
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    module.save_pretrained(tmp_path / "model")
+    rows = random_rows(9, 60)
+    plain = train_in_plain_torch(oracle(tmp_path / "model"), rows, tmp_path)
+    trained = {name for name in plain.gradients if name not in plain.idle() or "embed" in name}
+    gradients, weights = ({n: x for n, x in of.items() if n in trained} for of in (plain.gradients, plain.weights))
+    results = ranks.run(2, train, tmp_path / "model", "dp2", 1, rows, True)
+    for result in results:
+        result.weights[:] = [part for part in result.weights if part[0] in trained]
+    assert_equal(results, replace(plain, gradients=gradients, weights=weights), 2e-5)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.megatron.training import INDEXER, OPTIMIZER, STEPS, TEMPERATURE, Trained, parts_of, update
+from tests.megatron.training import OPTIMIZER, STEPS, TEMPERATURE, Trained, parts_of, update
 from verl_mg.batch import Batch
 from verl_mg.config import FsdpConfig
 from verl_mg.fsdp.mesh import MeshGroups
@@ -43,10 +43,7 @@ def train(
         gradient = trainer._with_gradient
         shards = runner.trained_shards()
         named = {n: shards[n].described(local_part(gradient(p))) for n, p in trainer._parameters.items()}
-        parts = [] if gradients else parts_of(runner, named)
-        gradients.extend(
-            part for part in parts if INDEXER not in part[0]
-        )  # no gradient passes through a choice of keys
+        gradients.extend([] if gradients else parts_of(runner, named))
         return step()
 
     trainer._step = seen  # type: ignore[method-assign]

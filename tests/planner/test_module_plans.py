@@ -90,6 +90,14 @@ def test_plan_layout_that_a_job_would_refuse_is_one_line(capsys, model, argument
     assert words in refused(capsys, "plan", *chosen, *arguments)
 
 
+def test_plan_says_that_rows_are_computed_each_by_itself_and_refuses_cp(capsys, tmp_path):
+    model = tiny_model(tmp_path, "qwen3_next", 2)
+    chosen = ["--model", str(model), "--ranks", "4", "--backend", "fsdp", "--rollout", "tp2"]
+    numbers = planned(capsys, "plan", *chosen, "--train", "tp1")
+    assert any("each by itself" in line and "linear_attn" in line for line in numbers["assumptions"])
+    assert "no cp with rows that are computed each by itself" in refused(capsys, "plan", *chosen, "--train", "cp2")
+
+
 def test_plan_of_a_role_with_an_optimizer_of_megatron_is_refused(capsys, model):
     file = model.parent / "muon.yaml"
     file.write_text(CONFIG.replace("MODEL", str(model)))

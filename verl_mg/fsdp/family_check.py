@@ -9,12 +9,15 @@ real module, its type   rows a b a packed, where b begins as a: both a have the 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -36,6 +39,7 @@ from verl_mg.fsdp.model import (
 from verl_mg.fsdp.packed_rows import RowsReader
 from verl_mg.fsdp.shard_map import ParameterSplit
 from verl_mg.layout import Layout, Placement
+from verl_mg.models.hf_config import other_choice
 from verl_mg.sharding.model_table import Head
 from verl_mg.sharding.module_table import ModuleTable
 from verl_mg.training.logprobs import LOGPROBS
@@ -44,6 +48,7 @@ from verl_mg.training.model_spec import ModelSpec
 
 GRADIENT_TOLERANCE, SMALL = 1e-4, 1e-6
 """Factors of the largest element of a parameter's gradient, and of all gradients."""
+FORM = "form.json"  # file of the result of processes
 PROBED, PROBED_ROWS = 21, 4  # tokens of each of the rows that the real module is given, and their number
 MEAN_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Factors of the mean of the real module's outputs, for their mean difference, by the type in which it computes."""
@@ -54,6 +59,8 @@ class Form(NamedTuple):
 
     is_packed: bool  # whether all rows of a micro-batch are in one call of the module; otherwise each is in another
     reason: str = ""  # why they are not packed
+    # Parameters through which no gradient passes, such as those that choose keys; layers' numbers are `*`.
+    idle: Sequence[str] = ()
 
     def check(self, layout: Layout, where: str) -> None:
         """Checks that a layout has it: ranks divide the tokens of packed rows only."""
@@ -149,6 +156,31 @@ class FamilyChecks:
         return form
 
 
+def form_on_ranks(model_dir: Path, head: Head, longest_row: int, layout: Layout) -> Form:
+    """Returns the form of a model under a layout, on as many new processes as this has ranks; UserError as in a job."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = Path(folder), ModelSpec(model_dir, torch.float32, head, longest_row=longest_row), layout
+        multiprocessing.spawn(_check_rank, arguments, nprocs=layout.ranks)
+        form, error = json.loads((Path(folder) / FORM).read_bytes())
+    if error:
+        raise UserError(error)
+    return Form(*form)
+
+
+def _check_rank(rank: int, folder: Path, spec: ModelSpec, layout: Layout) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), layout.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.ranks)
+    try:
+        result = FamilyChecks().form(spec, MeshGroups(Placement.on(layout, layout.ranks))), ""
+    except UserError as error:
+        result = None, str(error)  # type: ignore[assignment]
+    if rank == 0:
+        (folder / FORM).write_text(json.dumps(result), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 class FamilyCheck:
     """Check of a shrunk copy of the model of a directory.
 
@@ -170,12 +202,12 @@ class FamilyCheck:
         for is_packed in (True, False):
             try:
                 self._compare(is_packed, None)
-                return Form(is_packed, "; ".join(reasons))
+                return Form(is_packed, "; ".join(reasons), self._reference.idle)
             except DifferenceError as difference:
                 reasons.append(str(difference))
         raise UserError(
             f"{self._reference.where}: rows are computed as the family defines them neither packed ({reasons[0]}) nor "
-            f"each by itself ({reasons[1]}). Use another model, or shorter rows if it is right for them."
+            f"each by itself ({reasons[1]}). Use shorter rows, if it is right for them. {other_choice(self._dir)}"
         )
 
     def check_ranks(self, form: Form, groups: MeshGroups) -> None:

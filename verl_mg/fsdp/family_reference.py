@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from verl_mg import device
 from verl_mg.batch import Batch
 from verl_mg.errors import UserError
-from verl_mg.fsdp.model import HEAD, takes
+from verl_mg.fsdp.model import HEAD, generic, takes
 from verl_mg.fsdp.output import body_of
 from verl_mg.models.shrunk_config import LONGEST_ROW, shrink
 from verl_mg.models.transformers_module import module_class, read_module_config
@@ -95,6 +95,12 @@ class FamilyReference:
         if self._score.grad is not None:
             gradients[f"{HEAD}.weight"] = self._score.grad
         return Computed(torch.cat(outputs), gradients, joined(hidden))
+
+    @property
+    def idle(self) -> list[str]:
+        """Names, with `*` for numbers, of the parameters that no gradient reaches in any layer."""
+        reached = {generic(name) for name in self.computed.gradients}
+        return sorted({generic(name) for name, _ in self._module.named_parameters()} - reached)
 
     def check(self) -> None:
         """Checks that the family itself generates from left to right, and computes the same twice; else UserError."""

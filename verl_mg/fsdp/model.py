@@ -226,9 +226,13 @@ def shard_tensors(module: Any, mesh: DeviceMesh | None, where: str) -> frozenset
     return frozenset(
         name
         for name, _ in module.named_parameters()
-        if (generic := ".".join("*" if part.isdigit() else part for part in name.split("."))) in summed
-        or generic.rpartition(".")[0] in summed
+        if generic(name) in summed or generic(name).rpartition(".")[0] in summed
     )
+
+
+def generic(name: str) -> str:
+    """Returns the name of a parameter with `*` for numbers, as plans have it."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _head_norms(plan: Mapping[str, str]) -> set[str]:

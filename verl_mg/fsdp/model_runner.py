@@ -24,6 +24,7 @@ from verl_mg.fsdp.model import (
     build_module,
     check_module_layout,
     fit_expert_kernels,
+    generic,
     local_tensors,
     logit_scale_of,
     parameter_splits,
@@ -92,7 +93,10 @@ class FsdpRunner(Runner):
         scale = logit_scale_of(module, head, model_dir)
         self._head = None if scale is None else output_head(module, scale, self.table)
         whole = self.table.parameter_shards()
-        self._frozen = self.table.vision_parameters if spec.fsdp.freeze_vision_tower else frozenset()
+        vision = self.table.vision_parameters
+        # No gradient passes through a choice of keys: its parameters stay as they are, whatever the weight decay.
+        idle = {name for name, _ in module.named_parameters() if generic(name) in self._form.idle}
+        self._frozen = (vision if spec.fsdp.freeze_vision_tower else frozenset()) | (idle - vision)
         for name in self._frozen:
             module.get_parameter(name).requires_grad_(False)
         self.lora = None
