@@ -68,15 +68,18 @@ def build_engine_group(
     wrap: WrapEngine,
     processor: ImageProcessor | None = None,
     decode: Decode | None = None,
+    longest_row: int | None = None,
 ) -> EngineGroup:
     """Returns the engines, without weights until the first transfer; they compute in the dtype of the actor.
 
-    `processor` is given for a model that reads images, and `decode` is only for the engine hf.
+    `processor` is given for a model that reads images, `decode` and `longest_row` are only for the engine hf.
     """
     rollout, dtype, kind = config.rollout, actor.runner.dtype, ENGINES[config.rollout.engine].process
     if kind is None:
         slots = rollout.max_running_requests
-        engine = HFEngine(config.model.path, device.current_device(), dtype, slots, False, processor, decode)
+        engine = HFEngine(
+            config.model.path, device.current_device(), dtype, slots, False, processor, decode, longest_row
+        )
         return HFEngineGroup(engine, context, wrap)
     if rollout.has_servers:
         table = actor.runner.table.for_engine(kind.name)

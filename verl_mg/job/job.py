@@ -443,7 +443,7 @@ class RunningJob:
         if self.config.ends_at_strings:
             wrap = with_stop_strings(decode, wrap)
         self._engines = engines = build_engine_group(
-            self.config, self.actor, self.context, wrap, self.processor, decode
+            self.config, self.actor, self.context, wrap, self.processor, decode, longest or None
         )
         check = MismatchCheck.of(self.config, self.actor, self.prompts)
         routed = routed_shape(self.config.model.path) if config.replay_routing else None

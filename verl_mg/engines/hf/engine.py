@@ -1,5 +1,6 @@
 """Rollout engine on a `transformers` model inside the process of the rank, one replica per rank."""
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -7,15 +8,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines.engine import Finish, Request, RolloutEngine, Sample, Sampling
 from verl_mg.engines.hf.decoding import TextEnd, VisionPrefill, decode, uniforms
+from verl_mg.engines.hf.family_forms import Form, family_form, generate
 from verl_mg.engines.reports import ReportRules
 from verl_mg.engines.stop_strings import Decode, last_turn_start
 from verl_mg.errors import UserError
+from verl_mg.models.shrunk_config import LONGEST_ROW
 from verl_mg.models.transformers_module import module_class, read_module_config
 
 
@@ -24,7 +27,8 @@ class HFEngine(RolloutEngine):
 
     `model` is a directory with config.json and safetensors, or a configuration, which has no weights. Without
     `load_weights` weights are undefined until the first update. `processor` is needed for requests with images,
-    `decode_text` (tokens to text) for responses that end at stop strings.
+    `decode_text` (tokens to text) for responses that end at stop strings. Prompt and response have `longest_row` tokens
+    at most; None: as many as the model has positions.
     """
 
     def __init__(
@@ -36,18 +40,23 @@ class HFEngine(RolloutEngine):
         load_weights: bool = True,
         processor: ImageProcessor | None = None,
         decode_text: Decode | None = None,
+        longest_row: int | None = None,
     ) -> None:
         if max_running_requests < 1:
             raise UserError(f"rollout.max_running_requests={max_running_requests}: out of range. Give at least 1.")
         config = model if isinstance(model, PreTrainedConfig) else read_module_config(model)
+        self._positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+        longest = longest_row or self._positions or LONGEST_ROW
+        self._family = family_form(config, longest, is_trained=longest_row is not None)
         if not load_weights:
-            self.module = _allocate(config, dtype)
+            self.module = _allocate(config, dtype, self._family.attention)
         elif isinstance(model, PreTrainedConfig):
             raise ValueError("a configuration has no weights: pass load_weights=False or a directory")
         else:
-            self.module = _load(Path(model), dtype)
+            self.module = _load(Path(model), dtype, self._family.attention)
         nn.Module.to(self.module, device)
         self.module.eval().requires_grad_(False)
+        self.module.generation_config = GenerationConfig()  # the folder's, such as penalties, is not used
         self._vision = VisionPrefill(self.module, processor) if processor else None
         self._decode_text = decode_text
         self._reports = ReportRules(engine="rollout.engine=hf", vocab=config.get_text_config().vocab_size)
@@ -60,8 +69,8 @@ class HFEngine(RolloutEngine):
 
     def chosen(self) -> dict[str, str]:
         """Returns what the module computes with, by part."""
-        config = self.module.config.get_text_config()
-        return {"attention": f"{config._attn_implementation} of transformers", "CUDA graphs": "off"}
+        attention = f"{self._family.attention} of transformers"
+        return {"attention": attention, "decoding": self._family.chosen, "CUDA graphs": "off"}
 
     def num_free_slots(self) -> int:
         """Returns the size of a batch minus the waiting requests."""
@@ -126,8 +135,8 @@ class HFEngine(RolloutEngine):
         return self._defined and not self._updating
 
     def _check(self, request: Request, sampling: Sampling) -> None:
-        config = self.module.config.get_text_config()
-        length, limit = len(request.prompt), config.max_position_embeddings
+        vocab = self.module.config.get_text_config().vocab_size
+        length, limit = len(request.prompt), self._positions or math.inf
         if length == 0:
             raise UserError(f"request {request.id}: the prompt is empty. Give at least one token.")
         if length + sampling.max_new_tokens > limit:
@@ -135,9 +144,9 @@ class HFEngine(RolloutEngine):
                 f"request {request.id}: a prompt of {length} tokens plus {sampling.max_new_tokens} new ones "
                 f"exceeds the {limit} positions of the model. Shorten the prompt or lower max_new_tokens."
             )
-        if not 0 <= min(request.prompt) <= max(request.prompt) < config.vocab_size:
+        if not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
             raise UserError(
-                f"request {request.id}: a token id is outside the vocabulary of {config.vocab_size}. "
+                f"request {request.id}: a token id is outside the vocabulary of {vocab}. "
                 "Encode prompts with the tokenizer of this model."
             )
 
@@ -159,17 +168,13 @@ class HFEngine(RolloutEngine):
             # last ones of the whole sample.
             draws[row, : limits[i]] = uniforms(request.seed, sampling.max_new_tokens)[-limits[i] :]
         text_end = self._text_end([batch[i] for i in running])
-        completions = decode(
-            self.module,
-            [batch[i][0].context for i in running],
-            draws,
-            [limits[i] for i in running],
-            batch[0][1],
-            self._abort.is_set,
-            [batch[i][0].context_images for i in running],
-            self._vision,
-            text_end,
-        )
+        contexts, counts = [batch[i][0].context for i in running], [limits[i] for i in running]
+        drawing = (draws, counts, batch[0][1], self._abort.is_set)
+        if self._family.form is Form.PADDED:
+            images = [batch[i][0].context_images for i in running]
+            completions = decode(self.module, contexts, *drawing, images, self._vision, text_end)
+        else:
+            completions = generate(self.module, self._family.form, contexts, *drawing, text_end)
         for row, (i, (tokens, logprobs)) in enumerate(zip(running, completions, strict=True)):
             stopped = (text_end and row in text_end.ended) or tokens[-1] in batch[i][1].stop_token_ids
             finish: Finish = "stop" if stopped else "length" if len(tokens) == limits[i] else "abort"
@@ -198,7 +203,7 @@ def _batching_key(waiting: tuple[Request, Sampling]) -> tuple[object, ...]:
     return (_drawing(sampling), request.remaining_tokens(sampling), len(request.context), request.context, keys)
 
 
-def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _load(directory: Path, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     # Only from safetensors, since other formats can run code.
     config = read_module_config(directory)
     try:
@@ -206,7 +211,7 @@ def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
             directory,
             config=config,
             dtype=dtype,
-            attn_implementation=_attention(config),
+            attn_implementation=attention,
             use_safetensors=True,
             output_loading_info=True,
         )
@@ -221,17 +226,9 @@ def _load(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     return module
 
 
-def _allocate(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _allocate(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """Builds the module with undefined weights, and ties weights, which otherwise the initialisation does."""
     with no_init_weights():
-        module: PreTrainedModel = module_class(config).from_config(
-            config, dtype=dtype, attn_implementation=_attention(config)
-        )
+        module: PreTrainedModel = module_class(config).from_config(config, dtype=dtype, attn_implementation=attention)
     module.tie_weights()
     return module
-
-
-def _attention(config: PreTrainedConfig) -> str:
-    # torch's kernel, except for what it does not have: the softcap of Gemma 2 and the sinks of gpt-oss.
-    text = config.get_text_config()
-    return "eager" if getattr(text, "attn_logit_softcapping", None) or text.model_type == "gpt_oss" else "sdpa"

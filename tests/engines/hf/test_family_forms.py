@@ -1,0 +1,87 @@
+"""Families without a table of the project are decoded in the fastest form that is right for them."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from tests.helpers.tiny_models import nightly, tiny_model
+from verl_mg.engines.engine import Request, Sampling
+from verl_mg.engines.hf import family_forms
+from verl_mg.engines.hf.decoding import TextEnd, decode
+from verl_mg.engines.hf.engine import HFEngine
+from verl_mg.engines.hf.family_forms import Form, family_form, generate
+from verl_mg.errors import UserError
+from verl_mg.models.shrunk_config import shrink
+
+LONGEST = 200
+PADDED, EQUAL, WHOLE = Form
+# What each stands for: states, caches of a family, biases of positions, windows of layers, fields that differ by layer.
+FAMILIES = (
+    ("mamba", EQUAL),
+    *nightly(("minimax", EQUAL), ("deepseek_v4", EQUAL), ("bloom", PADDED), ("granite_swa", PADDED)),
+    *nightly(("lfm2", PADDED), ("falcon_h1", PADDED), ("gemma4_text", PADDED), ("mimo_v2_flash", PADDED)),
+)
+
+
+def made(name: str, folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = shrink(CONFIG_MAPPING[name](), LONGEST).config
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=max(parameter.shape[1:]) ** -0.5)
+    module.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("name", "form"), FAMILIES)
+def test_engine_of_a_family_without_a_table_has_the_logprobs_of_whole_rows(name, form, tmp_path):
+    engine = HFEngine(made(name, tmp_path), "cpu", torch.float32, longest_row=LONGEST)
+    assert engine.chosen()["decoding"].startswith(form.value)
+    source = random.Random(0)
+    prompts = [tuple(source.randrange(4, 200) for _ in range(length)) for length in (5, 21, 21, 34)]
+    requests = [Request(i, prompts[i % 4], seed=i) for i in range(8)]
+    sampling = Sampling(max_new_tokens=9, temperature=0.7, stop_token_ids=tuple(range(4, 60)))
+    samples = engine.generate(requests, sampling)
+    assert len({len(sample.tokens) for sample in samples}) > 1, "rows should end at different tokens"
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
+    for request, sample in zip(requests, samples, strict=True):
+        with torch.no_grad():
+            logits = whole(torch.tensor([request.prompt + sample.tokens])).logits[0, len(request.prompt) - 1 : -1]
+        scores = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(sample.tokens)[:, None]).squeeze(1)
+        torch.testing.assert_close(torch.tensor(sample.logprobs), scores, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("form", [EQUAL, WHOLE])
+def test_generate_in_another_form_draws_the_tokens_of_padded_rows(form, tmp_path):
+    module = HFEngine(tiny_model(tmp_path, "qwen3"), "cpu", torch.float32).module
+    prompts = [(5, 6, 7), (8, 9), (5, 6, 7), (10,)]
+    uniforms, limits = torch.rand(4, 12, generator=torch.Generator().manual_seed(0)), [12, 7, 12, 1]
+    sampling = Sampling(max_new_tokens=12, top_k=20, stop_token_ids=(3, 20, 21))
+
+    def drawn(decoded, *forms):
+        end = TextEnd(["12"], lambda tokens: "".join(map(str, tokens)), [()] * 4)
+        with torch.inference_mode():
+            return decoded(module, *forms, prompts, uniforms, limits, sampling, lambda: False, text_end=end), end.ended
+
+    (expected, ended), (found, also_ended) = drawn(decode), drawn(generate, form)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected] and ended == also_ended
+    for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+
+
+def test_abort_of_a_form_of_the_family_returns_the_tokens_so_far(tmp_path):
+    module = HFEngine(tiny_model(tmp_path, "qwen3"), "cpu", torch.float32).module
+    aborts = iter([False, False, True])
+    results = generate(module, EQUAL, [(5, 6)], torch.rand(1, 9), [9], Sampling(max_new_tokens=9), lambda: next(aborts))
+    assert [len(tokens) for tokens, _ in results] == [3]
+
+
+def test_family_that_decodes_otherwise_than_it_computes_is_refused_for_training(monkeypatch):
+    monkeypatch.setattr(family_forms, "_failure", lambda narrow, attention, form, prompts: "log-probs differ by 0.3")
+    with pytest.raises(UserError, match=r"rollout\.engine=hf: a narrow copy of 'phi3' .*: with one row after another"):
+        family_form(CONFIG_MAPPING["phi3"](), LONGEST, is_trained=True)
+    assert family_form(CONFIG_MAPPING["phi3"](), LONGEST, is_trained=False).form is WHOLE

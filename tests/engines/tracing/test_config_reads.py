@@ -1,0 +1,48 @@
+"""Fields of config.json that only `transformers` reads are recorded, also out of copies of dicts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+from tests.helpers import warm_start
+from tests.helpers.traces import needs_sglang, needs_vllm
+from verl_mg.engines.tracing.config_reads import recorded_reads, unread_fields
+from verl_mg.engines.tracing.tracer import TracedEngine
+from verl_mg.models.tiny_model import make_tiny_model
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.0}
+
+
+def test_recorded_reads_of_a_dict_that_is_copied_are_the_keys_that_are_compared():
+    config, reads = Qwen3Config(rope_parameters={"rope_theta": 1e4, **YARN}), set()
+    with recorded_reads(reads):
+        assert config.hidden_size and config.num_key_value_heads
+        rope = {**config.rope_parameters}
+        assert tuple(rope.items()) == tuple(config.rope_parameters.items()) and reads >= {"hidden_size"}
+        known = {key: value for key, value in rope.items() if key in ("factor", "beta_fast")}
+        assert known == {"factor": 4.0} and rope.get("rope_theta")
+    assert {"factor", "rope_theta", "rope_parameters", "num_key_value_heads"} <= reads
+    assert not {"attention_factor", "rope_type", "head_dim", "vocab_size"} & reads
+    assert config.rope_parameters["attention_factor"] == 1.0 and "attention_factor" not in reads
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("model", "engine", "field"),
+    [
+        pytest.param("qwen3", "sglang", "attention_factor", marks=needs_sglang),
+        pytest.param("mistral", "sglang", "sliding_window", marks=needs_sglang),
+        pytest.param("qwen3", "vllm", None, marks=needs_vllm),
+    ],
+)
+def test_unread_fields_of_an_engine_have_what_its_model_ignores(tmp_path, model, engine, field):
+    folder = make_tiny_model(tmp_path / "model", "qwen3" if model == "qwen3" else "llama", rope_scaling=YARN)
+    if model == "mistral":
+        fields = json.loads((folder / "config.json").read_text())
+        fields |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 32}
+        (folder / "config.json").write_text(json.dumps(fields))
+    python = Path(warm_start.vllm().python) if engine == "vllm" else None
+    unread = unread_fields(folder, TracedEngine(engine, python))
+    assert (field in unread) if field else "attention_factor" not in unread

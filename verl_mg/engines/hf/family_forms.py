@@ -1,0 +1,251 @@
+"""Forms of decoding a family of `transformers`, of which a narrow copy of the family proves the fastest one that is right.
+
+    PADDED    prompts of any length together, padded on the left, with a cache that grows in place (`decoding.decode`)
+    EQUAL     prompts of equal length together, without padding, with the family's cache
+    WHOLE     each prompt by itself without a cache: all tokens are computed again for each new one
+
+A form is right where its tokens have the log-probs of the family's eager attention over each whole row.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from verl_mg.engines.engine import Sampling
+from verl_mg.engines.hf.decoding import TextEnd, decode, draw_tokens
+from verl_mg.errors import UserError
+from verl_mg.models.hf_families import FAMILIES
+from verl_mg.models.shrunk_config import LONGEST_ROW, shrink
+from verl_mg.models.transformers_module import has_images, module_class
+
+NEW_TOKENS = 12  # of each proving row
+PROMPTS = (LONGEST_ROW // 3, LONGEST_ROW - NEW_TOKENS, LONGEST_ROW // 3, LONGEST_ROW // 2)  # their tokens
+TOLERANCE = 1e-4  # nats in float32
+TOKENS = (4, 200)  # special tokens, such as placeholders of images, have the first and the last ids
+
+
+class Form(Enum):
+    """Form of decoding, the fastest first."""
+
+    PADDED = "left-padded rows with a cache"
+    EQUAL = "rows of equal length with the cache of the family"
+    WHOLE = "one row after another without a cache"
+
+
+class FamilyForm(NamedTuple):
+    """Form in which a family is decoded, and its attention by the name of `transformers`."""
+
+    form: Form
+    attention: str
+    reason: str = ""  # why no faster form is right
+
+    @property
+    def chosen(self) -> str:
+        """Returns what the start of a job says."""
+        return f"{self.form.value}{self.reason and f', since {self.reason}'}"
+
+
+def family_form(config: PreTrainedConfig, longest_row: int, is_trained: bool) -> FamilyForm:
+    """Returns the fastest form that is right for rows up to `longest_row` tokens.
+
+    UserError if a policy that `is_trained` has none, as where frequencies depend on the length of a row so far.
+    """
+    text = config.get_text_config()
+    if text.model_type in FAMILIES or has_images(config):  # proved by tests of the engine; images need the first form
+        # torch's kernel, except for what it does not have: the softcap of Gemma 2 and the sinks of gpt-oss.
+        eager = getattr(text, "attn_logit_softcapping", None) or text.model_type == "gpt_oss"
+        return FamilyForm(Form.PADDED, "eager" if eager else "sdpa")
+    narrow = shrink(config, longest_row).config
+    prompts = _prompts(narrow.get_text_config().vocab_size)
+    reason = ""
+    for attention in ("sdpa", "eager"):
+        try:
+            module = _module(narrow, attention)
+            expected, computed = (_logprobs(each, prompts) for each in (_module(narrow, "eager"), module))
+            difference = _difference(expected, seen)
+        except Exception as error:  # of any kind: it is the code of any family
+            difference = str(error) or type(error).__name__
+        if difference and attention == "sdpa":
+            continue
+        for form in Form:
+            if not (failure := _failure(narrow, attention, form, prompts)):
+                return FamilyForm(form, attention, reason)
+            reason = f"with {form.value} {failure}"
+    if is_trained:
+        raise UserError(
+            f"rollout.engine=hf: a narrow copy of {config.model_type!r} decodes rows, in proportion to {longest_row} "
+            f"tokens, otherwise than it computes whole rows: {reason}. Use shorter rows, or another rollout.engine."
+        )
+    return FamilyForm(Form.WHOLE, attention, reason)
+
+
+def generate(
+    module: PreTrainedModel,
+    form: Form,
+    prompts: Sequence[tuple[int, ...]],
+    uniforms: Tensor,
+    limits: Sequence[int],
+    sampling: Sampling,
+    aborted: Callable[[], bool],
+    text_end: TextEnd | None = None,
+) -> list[tuple[list[int], list[float]]]:
+    """Does the same as `decoding.decode` in the other forms; EQUAL by `generate` of the module."""
+    groups: dict[object, list[int]] = defaultdict(list)
+    for number, prompt in enumerate(prompts):
+        groups[len(prompt) if form is Form.EQUAL else number].append(number)
+    results: dict[int, tuple[list[int], list[float]]] = {}
+    for numbers in groups.values():
+        index, ids = torch.tensor(numbers), torch.tensor([prompts[number] for number in numbers], device=module.device)
+        draw = _Draw(index, uniforms[index], torch.tensor(limits)[index], sampling, aborted, text_end)
+        if form is Form.WHOLE:
+            while draw.running.any() and not (draw.started and aborted()):
+                drawn = draw(ids, _logits(module, ids)[:, -1]).argmax(-1, keepdim=True)
+                ids = torch.cat([ids, drawn], 1)
+            results |= dict(zip(numbers, draw.results(), strict=True))
+            continue
+        options = GenerationConfig(max_new_tokens=int(draw.limits.max()), do_sample=False, pad_token_id=0)
+        module.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=options,
+            logits_processor=LogitsProcessorList([draw]),
+            stopping_criteria=StoppingCriteriaList([_End(draw)]),
+        )
+        results |= dict(zip(numbers, draw.results(), strict=True))
+    return [results[number] for number in range(len(prompts))]
+
+
+class _Draw(LogitsProcessor):
+    """Draws tokens by the engine's rules, and leaves `generate` no other choice; index, uniforms, limits: n rows."""
+
+    def __init__(
+        self,
+        index: Tensor,
+        uniforms: Tensor,
+        limits: Tensor,
+        sampling: Sampling,
+        aborted: Callable[[], bool],
+        text_end: TextEnd | None,
+    ) -> None:
+        self.limits, self.aborted = limits, aborted
+        self.running = torch.ones(len(index), dtype=torch.bool)
+        self._index, self._uniforms, self._sampling, self._text_end = index, uniforms, sampling, text_end
+        self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64)
+        self._tokens: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
+        self._lengths = torch.zeros(len(index), dtype=torch.int64)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]  # annotated LongTensor
+        """Returns logits with which only the drawn tokens are possible."""
+        step = len(self._tokens)
+        drawn, logprobs = draw_tokens(scores, self._uniforms[:, step].to(scores.device), self._sampling)
+        tokens = drawn.cpu()
+        self._tokens.append(tokens)
+        self._logprobs.append(logprobs.cpu())
+        self._lengths += self.running
+        self.running &= ~torch.isin(tokens, self._stops) & (self.limits > step + 1)
+        if self._text_end:
+            self.running &= ~self._text_end.reached(self._index, tokens, self.running)
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn[:, None], 0.0)
+
+    @property
+    def started(self) -> bool:
+        """Returns whether any tokens were drawn."""
+        return bool(self._tokens)
+
+    def results(self) -> list[tuple[list[int], list[float]]]:
+        """Returns tokens and log-probs of each row up to its end."""
+        tokens, logprobs = torch.stack(self._tokens, 1).tolist(), torch.stack(self._logprobs, 1).tolist()
+        ends = zip(tokens, logprobs, self._lengths.tolist(), strict=True)
+        return [(of_row[:length], scores[:length]) for of_row, scores, length in ends]
+
+
+class _End(StoppingCriteria):
+    """Ends rows that have their last token, and all of them where the engine is aborted."""
+
+    def __init__(self, draw: _Draw) -> None:
+        self._draw = draw
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
+        """Returns which rows have ended, (n,) bool."""
+        return (~self._draw.running | self._draw.aborted()).to(input_ids.device)
+
+
+# -- the proof
+
+
+def _failure(narrow: PreTrainedConfig, attention: str, form: Form, prompts: Sequence[tuple[int, ...]]) -> str:
+    """Returns what is wrong with a form, "" where it is right."""
+    sampling = Sampling(max_new_tokens=NEW_TOKENS)
+    uniforms = torch.rand(len(prompts), NEW_TOKENS, generator=torch.Generator().manual_seed(1))
+    # Rows end at different tokens: those that have ended leave the cache.
+    limits = [NEW_TOKENS, NEW_TOKENS, NEW_TOKENS // 2, NEW_TOKENS]
+    arguments = (prompts, uniforms, limits, sampling, lambda: False)
+    try:
+        module = _module(narrow, attention)
+        results = decode(module, *arguments) if form is Form.PADDED else generate(module, form, *arguments)
+        rows = [(*prompt, *tokens) for prompt, (tokens, _) in zip(prompts, results, strict=True)]
+        expected = [
+            row[len(prompt) - 1 :]
+            for prompt, row in zip(prompts, _logprobs(_module(narrow, "eager"), rows), strict=True)
+        ]
+        return _difference(expected, [torch.tensor(logprobs) for _, logprobs in results])
+    except Exception as error:  # of any kind: it is the code of any family
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+
+
+def _difference(expected: Sequence[Tensor], computed: Sequence[Tensor]) -> str:
+    error = float((torch.cat(list(expected)) - torch.cat(list(computed))).abs().max())
+    return "" if error <= TOLERANCE else f"log-probs differ by {error:.2g}"
+
+
+def _prompts(vocab: int) -> list[tuple[int, ...]]:
+    tokens = torch.randint(*TOKENS, (sum(PROMPTS),), generator=torch.Generator().manual_seed(0)) % vocab
+    return [tuple(part.tolist()) for part in tokens.split(list(PROMPTS))]
+
+
+def _logprobs(module: Any, rows: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Returns the log-probs of the tokens of each row but its first one, each row by itself."""
+    results = []
+    for row in rows:
+        ids = torch.tensor([row])
+        # A copy: a module may keep frequencies of the longest row so far.
+        logits = _logits(copy.deepcopy(module), ids)[0, :-1]
+        results.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
+    return results
+
+
+def _logits(module: Any, ids: Tensor) -> Tensor:
+    """Returns the logits (n, t, V) in float32 of whole rows (n, t)."""
+    options = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
+    logits: Tensor = module(input_ids=ids, **options).logits
+    return logits.float()
+
+
+def _module(narrow: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        options = {"dtype": torch.float32, "attn_implementation": attention}
+        module: PreTrainedModel = module_class(narrow).from_config(copy.deepcopy(narrow), **options)
+        for parameter in module.parameters():
+            if parameter.dim() > 1:  # the usual random values are so small that a missing mask hardly changes outputs
+                torch.nn.init.normal_(parameter, std=1 / math.sqrt(max(parameter.shape[1:])))
+    return module.eval().requires_grad_(False)
