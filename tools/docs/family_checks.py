@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg.errors import EXIT_CODE, UserError
@@ -95,10 +96,11 @@ def make_model(family: str, folder: Path) -> Outcome:
 
 def compare_rows(model: Path) -> Outcome:
     """Compares log-probs of the backend fsdp with those of the family's module by itself, row by row."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     from verl_mg.distributed.world import World
 
-    World.join()
+    if not dist.is_initialized():
+        World.join()
+    rank, size = dist.get_rank(), dist.get_world_size()
     form, reason, found = backend_logprobs(model, size)
     if rank:
         return Outcome(form)
@@ -246,5 +248,5 @@ def run_check(family: str, check: str, folder: str, environment: dict[str, str])
         (path / f"{check}.json").write_text(json.dumps({"outcome": outcome.outcome, "detail": outcome.detail}))
     sys.stdout.flush()
     with suppress(Exception):
-        torch.distributed.destroy_process_group()
+        dist.destroy_process_group()
     os._exit(0)
