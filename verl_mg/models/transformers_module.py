@@ -133,7 +133,6 @@ def module_config(config: PretrainedConfig, where: str | Path, tied: bool, mixtu
         size("num_attention_heads")
     head_dim = text.get("head_dim") or hidden // heads
     kv_heads = text.get("num_key_value_heads")
-    ends = getattr(config, "eos_token_id", None) or text.get("eos_token_id")
     return HFConfig(
         architecture=config.model_type,
         layers=size("num_hidden_layers"),
@@ -149,7 +148,6 @@ def module_config(config: PretrainedConfig, where: str | Path, tied: bool, mixtu
         qk_norm=False,
         norm_eps=text.get("rms_norm_eps") or text.get("layer_norm_eps") or 1e-6,
         max_positions=_first(text, ("max_position_embeddings", "n_positions")) or 2048,
-        eos_token_ids=tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,),
         attention_scale=1 / math.sqrt(head_dim),
         experts=_experts(text, mixtures),
     )

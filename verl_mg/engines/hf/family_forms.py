@@ -80,7 +80,7 @@ def family_form(config: PreTrainedConfig, longest_row: int, is_trained: bool) ->
         try:
             module = _module(narrow, attention)
             expected, computed = (_logprobs(each, prompts) for each in (_module(narrow, "eager"), module))
-            difference = _difference(expected, seen)
+            difference = _difference(expected, computed)
         except Exception as error:  # of any kind: it is the code of any family
             difference = str(error) or type(error).__name__
         if difference and attention == "sdpa":
