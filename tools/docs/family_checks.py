@@ -54,7 +54,7 @@ ALWAYS_NEEDED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check found: works, packed, unpacked, refused, different, crashed or unbuildable, and a line about it."""
+    """Outcome of a check: works, packed, unpacked, refused, different, crashed or unbuildable, and a line about it."""
 
     outcome: str
     detail: str = ""
@@ -95,17 +95,17 @@ def make_model(family: str, folder: Path) -> Outcome:
 
 
 def compare_rows(model: Path) -> Outcome:
-    """Compares log-probs of the backend fsdp with those of the family's module by itself, row by row."""
+    """Compares log-probs of the backend fsdp with what the family's module computes by itself, row by row."""
     from verl_mg.distributed.world import World
 
     if not dist.is_initialized():
         World.join()
     rank, size = dist.get_rank(), dist.get_world_size()
-    form, reason, found = backend_logprobs(model, size)
+    form, reason, computed = backend_logprobs(model, size)
     if rank:
         return Outcome(form)
-    expected = own_logprobs(model)
-    worst, row = max((float((a - b).abs().max()), n) for n, (a, b) in enumerate(zip(found, expected, strict=True)))
+    expected = module_logprobs(model)
+    worst, row = max((float((a - b).abs().max()), n) for n, (a, b) in enumerate(zip(computed, expected, strict=True)))
     bound = TOLERANCE * max(1.0, *(float(of_row.abs().max()) for of_row in expected))
     detail = f"{worst:.1e} nats in row {row} of {ROWS[row]} tokens{f'; packed: {reason}' if reason else ''}"
     return Outcome(form if worst <= bound else "different", detail)
@@ -117,7 +117,7 @@ def rows_of(model: Path) -> list[Tensor]:
 
 
 @torch.no_grad()
-def own_logprobs(model: Path) -> list[Tensor]:
+def module_logprobs(model: Path) -> list[Tensor]:
     """Log-probs of each token given those before it, by the module as `transformers` runs it."""
     from verl_mg.models.transformers_module import module_class, read_module_config
 
@@ -169,7 +169,7 @@ def train(model: Path) -> Outcome:
 
 
 def resume(model: Path) -> Outcome:
-    """Goes on from the checkpoint of `train` for one iteration."""
+    """Continues from the checkpoint of `train` for one iteration."""
     steps = len(_job(model, model.parent / "run", 3))
     return Outcome("works" if steps == 3 else "different", f"{steps} iterations")
 

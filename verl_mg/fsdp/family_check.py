@@ -233,7 +233,7 @@ class FamilyCheck:
         try:
             module = module_of(copy.deepcopy(self._reference.config), self._dir, self._head, torch.float32, is_packed)
         except UserError as error:  # some families build only the attention that they know
-            raise DifferenceError(str(error)) from error
+            raise DifferenceError(f"it does not build: {one_line(error.__cause__ or error)}") from error
         scale = logit_scale_of(module, self._head, self._dir)
         try:
             summed = shard_tensors(module, mesh, where)

@@ -119,7 +119,7 @@ def _shrink(config: PretrainedConfig, longest_row: int, divisor: int) -> ShrunkC
                 failure = error
     reason = " ".join(str(failure).split()).removesuffix(".")
     raise UserError(
-        f"model_type {config.model_type!r}: no narrow copy of it runs with rows that stand for {longest_row} tokens "
+        f"model_type {config.model_type!r}: no narrow copy of it runs with rows in proportion to {longest_row} tokens "
         f"({type(failure).__name__}: {reason}). Use shorter rows, or a causal language model."
     ) from failure
 
