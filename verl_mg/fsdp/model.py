@@ -170,10 +170,10 @@ def _compute_buffers(part: nn.Module, model: Any) -> bool:
     # The innermost model around a part knows the values of its buffers.
     model = part if isinstance(part, PreTrainedModel) else model
     within = [_compute_buffers(child, model) for child in part.children()]
-    if found := bool(part._non_persistent_buffers_set) or any(within):
+    if has_any := bool(part._non_persistent_buffers_set) or any(within):
         # After its children, as in transformers: a model computes buffers of its layers too.
         model._init_weights(part)  # its parameters have no memory yet
-    return found
+    return has_any
 
 
 def check_module_layout(module: Any, layout: Layout, where: str) -> None:
