@@ -7,6 +7,7 @@ raises no error, and the message of the error is the reason.
 from __future__ import annotations
 
 import math
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from verl_mg.config import Config, MegatronConfig
 from verl_mg.config.checks import refuse
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.errors import UserError
-from verl_mg.fsdp.family_check import form_of, needs_proof
+from verl_mg.fsdp.family_check import form_of, form_on_ranks, needs_proof
 from verl_mg.fsdp.mesh import check_mesh
 from verl_mg.fsdp.model import build_module, check_module_layout, logit_scale_of, tensor_plan
 from verl_mg.hub import HubName
@@ -142,6 +143,7 @@ class ModelSupport:
 
     model_dir: Path  # Hugging Face directory; config.json is enough for all answers except the ones about files
     has_weights: bool = True  # whether the weights should be in the directory
+    starts_ranks: bool = False  # whether ranks of a family that has to be checked are started, which takes seconds
 
     # Each is an attempt: a directory that one part of the code refuses may work with another.
     @cached_property
@@ -238,9 +240,14 @@ class ModelSupport:
 
         for dimension, layout in FSDP.items():
             sizes = ask_sizes(f"fsdp {dimension}", layout, LARGEST, check)
-            # Of a family without a table only the ranks themselves can tell, as a job begins.
-            unproven = sizes.works and needs_proof(table)
-            yield replace(sizes, text=f"{sizes.text}, if ranks compute what one does") if unproven else sizes
+            if not (sizes.works and needs_proof(table)):
+                yield sizes
+            elif not self.starts_ranks:
+                yield replace(sizes, text=f"{sizes.text}, if ranks compute what one does")
+            else:  # the smallest size stands for all
+                smallest = Layout.parse(layout.format(re.findall(r"\d+", sizes.text)[0]))
+                _, reason = attempt(partial(form_on_ranks, self.model_dir, "language", longest, smallest))
+                yield Answer(sizes.topic, not reason, reason or sizes.text)
 
     def engines(self) -> Iterator[Answer]:
         """Yields which engines can generate, and under which sizes."""
@@ -309,7 +316,7 @@ def show_model(name: Path) -> int:
     if not folder.is_dir():
         raise UserError(f"{name}: no such model directory. Write a directory, or the name of a model as OWNER/NAME.")
     is_remote = HubName.parse(name) is not None
-    support = ModelSupport(folder, has_weights=not is_remote or any(folder.glob("*.safetensors")))
+    support = ModelSupport(folder, has_weights=not is_remote or any(folder.glob("*.safetensors")), starts_ranks=True)
     size, *answers = support.answers()
     print(f"{folder if is_remote else name}: {size.text}")
     width = max(len(answer.topic) for answer in answers)

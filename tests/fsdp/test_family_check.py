@@ -13,7 +13,7 @@ from tests.helpers.tiny_models import nightly, random_rows, tiny_model
 from verl_mg.choice import Choice
 from verl_mg.errors import UserError
 from verl_mg.fsdp import packed_rows
-from verl_mg.fsdp.family_check import PROBED, PROBED_ROWS, FamilyCheck, FamilyChecks, check_layout, check_module
+from verl_mg.fsdp.family_check import PROBED, PROBED_ROWS, FamilyCheck, FamilyChecks, check_module, form_on_ranks
 from verl_mg.fsdp.mesh import MeshGroups, TensorRanks
 from verl_mg.fsdp.model import PackedModule, logit_scale_of, module_of, recompute_layers, sharded_blocks
 from verl_mg.fsdp.model_runner import FsdpRunner
@@ -114,9 +114,9 @@ def test_ranks_compute_what_one_rank_does_or_are_refused_together(ranks, tmp_pat
 def test_layout_is_checked_by_new_processes(tmp_path):
     """Without a job, as `verl-mg models` needs it."""
     model = saved(tmp_path, "olmo2", {})
-    assert check_layout(model, "language", 1024, Layout.parse("tp2")).is_packed
+    assert form_on_ranks(model, "language", 1024, Layout.parse("tp2")).is_packed
     with pytest.raises(UserError, match="no plan"):
-        check_layout(saved(tmp_path / "bloom", "bloom", {}), "language", 1024, Layout.parse("tp2"))
+        form_on_ranks(saved(tmp_path / "bloom", "bloom", {}), "language", 1024, Layout.parse("tp2"))
 
 
 def choices_of(model: Path) -> list[Choice]:

@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg.errors import EXIT_CODE, UserError
 
-TOLERANCE, MISMATCH = 1e-5, 1e-4  # nats
+TOLERANCE, MISMATCH = 1e-5, 1e-4  # of the largest log-prob of a token; nats between engine and trainer
 ROWS = (17, 64, 5, 64, 2)  # tokens of the rows that are compared
 LONGEST_ROW = 4096  # of the job that a tiny model stands for: beyond the windows of most families
 STD = 0.2  # of the weights: so large that every part of the network shows in its outputs
@@ -53,7 +54,7 @@ ALWAYS_NEEDED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check found: works, packed, unpacked, refused, different, crashed or unbuildable, and a line about it."""
+    """Outcome of a check: works, packed, unpacked, refused, different, crashed or unbuildable, and a line about it."""
 
     outcome: str
     detail: str = ""
@@ -87,24 +88,27 @@ def make_model(family: str, folder: Path) -> Outcome:
     module = module_class(copy).from_config(copy, dtype=torch.float32)
     perturb_vectors(module)
     module.save_pretrained(folder)
+    copy.save_pretrained(folder)  # the module's may be of a part
     tokenizer.save_pretrained(folder)
     size = sum(parameter.numel() for parameter in module.parameters())
     return Outcome("works", f"{copy.get_text_config(decoder=True).num_hidden_layers} layers, {size:,} weights")
 
 
 def compare_rows(model: Path) -> Outcome:
-    """Compares log-probs of the backend fsdp with those of the family's module by itself, row by row."""
-    rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    """Compares log-probs of the backend fsdp with what the family's module computes by itself, row by row."""
     from verl_mg.distributed.world import World
 
-    World.join()
-    form, reason, found = backend_logprobs(model, size)
+    if not dist.is_initialized():
+        World.join()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    form, reason, computed = backend_logprobs(model, size)
     if rank:
         return Outcome(form)
-    pairs = enumerate(zip(found, own_logprobs(model), strict=True))
-    worst, row = max((float((a - b).abs().max()), number) for number, (a, b) in pairs)
+    expected = module_logprobs(model)
+    worst, row = max((float((a - b).abs().max()), n) for n, (a, b) in enumerate(zip(computed, expected, strict=True)))
+    bound = TOLERANCE * max(1.0, *(float(of_row.abs().max()) for of_row in expected))
     detail = f"{worst:.1e} nats in row {row} of {ROWS[row]} tokens{f'; packed: {reason}' if reason else ''}"
-    return Outcome(form if worst <= TOLERANCE else "different", detail)
+    return Outcome(form if worst <= bound else "different", detail)
 
 
 def rows_of(model: Path) -> list[Tensor]:
@@ -113,7 +117,7 @@ def rows_of(model: Path) -> list[Tensor]:
 
 
 @torch.no_grad()
-def own_logprobs(model: Path) -> list[Tensor]:
+def module_logprobs(model: Path) -> list[Tensor]:
     """Log-probs of each token given those before it, by the module as `transformers` runs it."""
     from verl_mg.models.transformers_module import module_class, read_module_config
 
@@ -165,7 +169,7 @@ def train(model: Path) -> Outcome:
 
 
 def resume(model: Path) -> Outcome:
-    """Goes on from the checkpoint of `train` for one iteration."""
+    """Continues from the checkpoint of `train` for one iteration."""
     steps = len(_job(model, model.parent / "run", 3))
     return Outcome("works" if steps == 3 else "different", f"{steps} iterations")
 
@@ -244,5 +248,5 @@ def run_check(family: str, check: str, folder: str, environment: dict[str, str])
         (path / f"{check}.json").write_text(json.dumps({"outcome": outcome.outcome, "detail": outcome.detail}))
     sys.stdout.flush()
     with suppress(Exception):
-        torch.distributed.destroy_process_group()
+        dist.destroy_process_group()
     os._exit(0)

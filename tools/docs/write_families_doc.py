@@ -87,14 +87,14 @@ def _environments(ranks: int) -> list[dict[str, str]]:
 def _outcome(folder: Path, check: str) -> Line:
     answer, log = folder / f"{check}.json", folder / f"{check}.log"
     if answer.exists():
-        found: Line = json.loads(answer.read_text())
+        outcomes: Line = json.loads(answer.read_text())
     else:  # ended by the watchdog of its ranks, by a signal, or by the limit
         lines = log.read_text(errors="replace").splitlines() if log.exists() else []
         errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
         refused = errors and not any("Traceback" in line for line in lines)
         detail = errors[-1] if refused else f"no outcome: {lines[-1] if lines else 'nothing printed'}"
-        found = {"outcome": "refused" if refused else "crashed", "detail": detail}
-    return found | {"detail": found["detail"].replace(f"{folder}/model/", "").replace(str(folder), "")}
+        outcomes = {"outcome": "refused" if refused else "crashed", "detail": detail}
+    return outcomes | {"detail": outcomes["detail"].replace(f"{folder}/model/", "").replace(str(folder), "")}
 
 
 def sweep(families: Sequence[str], checks: Sequence[str], results: Path, done: set[tuple[str, str]]) -> None:
@@ -121,11 +121,13 @@ def markdown(lines: Sequence[Line], about: str) -> str:
     by_family: dict[str, dict[str, Line]] = defaultdict(dict)
     for line in lines:
         by_family[line["family"]][line["check"]] = line
-    built = {family: found for family, found in sorted(by_family.items()) if found[BUILD]["outcome"] == "works"}
+    built = {
+        family: outcomes for family, outcomes in sorted(by_family.items()) if outcomes[BUILD]["outcome"] == "works"
+    }
     columns = CHECKS | {check: name for check, name in ENGINE_CHECKS.items() if any(check in f for f in built.values())}
     table = [f"| model_type | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
-    for family, found in built.items():
-        cells = (found[check]["outcome"] if check in found else "-" for check in columns)
+    for family, outcomes in built.items():
+        cells = (outcomes[check]["outcome"] if check in outcomes else "-" for check in columns)
         table.append(f"| `{family}` | {' | '.join(cells)} |")
     others = [f"`{family}` ({f[BUILD]['detail']})" for family, f in sorted(by_family.items()) if family not in built]
     return "\n".join(
@@ -150,9 +152,9 @@ def markdown(lines: Sequence[Line], about: str) -> str:
 def _reasons(built: Mapping[str, Mapping[str, Line]], columns: Mapping[str, str]) -> Iterator[str]:
     """Yields a line for each reason of an outcome, with the families that it holds for."""
     reasons: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for family, found in built.items():
+    for family, outcomes in built.items():
         for check, name in columns.items():
-            line = found.get(check)
+            line = outcomes.get(check)
             _, _, why = line["detail"].partition("; packed: ") if line else ("", "", "")
             if line and line["outcome"] not in ("works", "packed", "unpacked"):
                 reasons[name, line["outcome"], line["detail"]].append(f"`{family}`")

@@ -39,6 +39,7 @@ from verl_mg.fsdp.model import (
 from verl_mg.fsdp.packed_rows import RowsReader
 from verl_mg.fsdp.shard_map import ParameterSplit
 from verl_mg.layout import Layout, Placement
+from verl_mg.models.hf_config import other_choice
 from verl_mg.sharding.model_table import Head
 from verl_mg.sharding.module_table import ModuleTable
 from verl_mg.training.logprobs import LOGPROBS
@@ -155,7 +156,7 @@ class FamilyChecks:
         return form
 
 
-def check_layout(model_dir: Path, head: Head, longest_row: int, layout: Layout) -> Form:
+def form_on_ranks(model_dir: Path, head: Head, longest_row: int, layout: Layout) -> Form:
     """Returns the form of a model under a layout, on as many new processes as this has ranks; UserError as in a job."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = Path(folder), ModelSpec(model_dir, torch.float32, head, longest_row=longest_row), layout
@@ -206,7 +207,7 @@ class FamilyCheck:
                 reasons.append(str(difference))
         raise UserError(
             f"{self._reference.where}: rows are computed as the family defines them neither packed ({reasons[0]}) nor "
-            f"each by itself ({reasons[1]}). Use another model, or shorter rows if it is right for them."
+            f"each by itself ({reasons[1]}). Use shorter rows, if it is right for them. {other_choice(self._dir)}"
         )
 
     def check_ranks(self, form: Form, groups: MeshGroups) -> None:
@@ -229,7 +230,10 @@ class FamilyCheck:
         where = self._reference.where
         mesh, ranks = (groups.tensor_mesh, groups.tensor_ranks) if groups else (None, TensorRanks())
         shard = groups.token_shard(groups.layout.cp) if groups else TokenShard(1, 1)
-        module = module_of(copy.deepcopy(self._reference.config), self._dir, self._head, torch.float32, is_packed)
+        try:
+            module = module_of(copy.deepcopy(self._reference.config), self._dir, self._head, torch.float32, is_packed)
+        except UserError as error:  # some families build only the attention that they know
+            raise DifferenceError(f"it does not build: {one_line(error.__cause__ or error)}") from error
         scale = logit_scale_of(module, self._head, self._dir)
         try:
             summed = shard_tensors(module, mesh, where)

@@ -214,6 +214,6 @@ def _as_user_error(what: str) -> Iterator[None]:
         ) from error
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """Returns an exception in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(".")

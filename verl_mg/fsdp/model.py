@@ -36,7 +36,7 @@ from verl_mg.fsdp.packed_rows import ModuleCall, PackedRows
 from verl_mg.fsdp.shard_map import ParameterSplit
 from verl_mg.fsdp.vision import embed_and_run, marks_images
 from verl_mg.layout import Layout
-from verl_mg.models.transformers_module import has_images, meta_module, read_module_config
+from verl_mg.models.transformers_module import has_images, meta_module, read_module_config, text_fields
 from verl_mg.sharding.model_table import Head
 from verl_mg.training.logprobs import EVERYTHING, OutputLayer, TokenOutputs, VocabularyShard
 from verl_mg.training.microbatch import MicroBatch
@@ -170,25 +170,25 @@ def _compute_buffers(part: nn.Module, model: Any) -> bool:
     # The innermost model around a part knows the values of its buffers.
     model = part if isinstance(part, PreTrainedModel) else model
     within = [_compute_buffers(child, model) for child in part.children()]
-    if found := bool(part._non_persistent_buffers_set) or any(within):
+    if has_any := bool(part._non_persistent_buffers_set) or any(within):
         # After its children, as in transformers: a model computes buffers of its layers too.
         model._init_weights(part)  # its parameters have no memory yet
-    return found
+    return has_any
 
 
 def check_module_layout(module: Any, layout: Layout, where: str) -> None:
     """Checks that the parallel sizes divide a module."""
-    config = module.config.get_text_config()
+    fields = text_fields(module.config)
     if layout.tp > 1 and (numbers := [name for name, parameter in module.named_parameters() if not parameter.dim()]):
         # Whether a rank's gradient of it is whole or a part depends on where it is used.
         raise UserError(f"layout {layout}: no tp with {numbers[0]} of {where}, a single number. Leave out tp.")
-    heads = config.num_attention_heads
+    heads = fields.get("num_attention_heads") or 0  # none where all layers have a state
     if heads % (layout.tp * layout.cp):
         raise UserError(
             f"layout {layout}: tp{layout.tp} * cp{layout.cp} does not divide the {heads} attention heads of "
             f"{where}. Choose divisors."
         )
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    kv_heads = fields.get("num_key_value_heads") or heads
     if kv_heads % layout.tp:
         raise UserError(
             f"layout {layout}: tp{layout.tp} does not divide the {kv_heads} key-value heads of {where}. "

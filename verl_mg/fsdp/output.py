@@ -39,13 +39,13 @@ class LogitScale:
     def measured(cls, logits: Callable[[Tensor], Tensor]) -> LogitScale | None:
         """Returns what a module does with products, found without a name of a field; None for anything else."""
         products = torch.tensor((SMALL, LARGE, *PROBES))
-        found = logits(products)
-        slope, far = float(found[0]) / SMALL, float(found[1])
+        values = logits(products)
+        slope, far = float(values[0]) / SMALL, float(values[1])
         # Of 1/3 and of 1.0 a float32 product leaves seven digits.
         short = round(slope, DIGITS)
         scale = short if abs(short - slope) <= 1e-6 * abs(slope) else slope
         known = cls(scale, None if abs(far) > 0.5 * abs(slope) * LARGE else abs(far))
-        return known if torch.allclose(found, known.apply(products), rtol=1e-5, atol=1e-5) else None
+        return known if torch.allclose(values, known.apply(products), rtol=1e-5, atol=1e-5) else None
 
 
 def body_of(module: Any) -> Any:

@@ -25,7 +25,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from verl_mg.errors import UserError
-from verl_mg.models.transformers_module import module_class
+from verl_mg.models.transformers_module import module_class, text_fields
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -119,7 +119,7 @@ def _shrink(config: PretrainedConfig, longest_row: int, divisor: int) -> ShrunkC
                 failure = error
     reason = " ".join(str(failure).split()).removesuffix(".")
     raise UserError(
-        f"model_type {config.model_type!r}: no narrow copy of it runs with rows that stand for {longest_row} tokens "
+        f"model_type {config.model_type!r}: no narrow copy of it runs with rows in proportion to {longest_row} tokens "
         f"({type(failure).__name__}: {reason}). Use shorter rows, or a causal language model."
     ) from failure
 
@@ -305,10 +305,8 @@ class _Scale:
 
 
 def _known(config: PretrainedConfig, *names: str) -> int | None:
-    # Not by attributes: a field that differs by layer has none.
-    fields = config.to_dict()
-    given = (fields.get(config.attribute_map.get(name, name)) for name in names)
-    return next((value for value in given if isinstance(value, int)), None)
+    fields = text_fields(config)
+    return next((value for name in names if isinstance(value := fields.get(name), int)), None)
 
 
 def _is_head_width(name: str) -> bool:

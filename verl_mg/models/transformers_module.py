@@ -116,10 +116,10 @@ def read_any_config(model_dir: str | Path) -> HFConfig:
 
 def module_config(config: PretrainedConfig, where: str | Path, tied: bool, mixtures: frozenset[int]) -> HFConfig:
     """Returns the sizes of a language model, of its text part where it has others."""
-    text = config.get_text_config(decoder=True)
+    text = text_fields(config)
 
     def size(name: str) -> int:
-        value = getattr(text, name, None)
+        value = text.get(name)
         if not isinstance(value, int):
             raise UserError(
                 f"{Path(where) / 'config.json'}: {name} is {value!r} in the configuration of "
@@ -127,9 +127,12 @@ def module_config(config: PretrainedConfig, where: str | Path, tied: bool, mixtu
             )
         return value
 
-    hidden, heads = size("hidden_size"), size("num_attention_heads")
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
-    kv_heads = getattr(text, "num_key_value_heads", None)
+    # A family whose layers have a state only has no heads of attention.
+    hidden, heads = size("hidden_size"), text.get("num_attention_heads") or 1
+    if not isinstance(heads, int):
+        size("num_attention_heads")
+    head_dim = text.get("head_dim") or hidden // heads
+    kv_heads = text.get("num_key_value_heads")
     return HFConfig(
         architecture=config.model_type,
         layers=size("num_hidden_layers"),
@@ -137,33 +140,43 @@ def module_config(config: PretrainedConfig, where: str | Path, tied: bool, mixtu
         heads=heads,
         kv_heads=kv_heads if isinstance(kv_heads, int) else heads,
         head_dim=head_dim,
-        rotary_dim=int(head_dim * (getattr(text, "partial_rotary_factor", None) or 1.0)),
+        rotary_dim=int(head_dim * (text.get("partial_rotary_factor") or 1.0)),
         ffn=_first(text, ("intermediate_size", "ffn_dim", "n_inner")) or 4 * hidden,
         vocab=size("vocab_size"),
         tied=tied,
         qkv_bias=False,
         qk_norm=False,
-        norm_eps=getattr(text, "rms_norm_eps", None) or getattr(text, "layer_norm_eps", None) or 1e-6,
+        norm_eps=text.get("rms_norm_eps") or text.get("layer_norm_eps") or 1e-6,
         max_positions=_first(text, ("max_position_embeddings", "n_positions")) or 2048,
         attention_scale=1 / math.sqrt(head_dim),
         experts=_experts(text, mixtures),
     )
 
 
-def _experts(text: Any, mixtures: frozenset[int]) -> ExpertsConfig | None:
+def text_fields(config: PretrainedConfig) -> dict[str, Any]:
+    """Returns the fields of a configuration's text part by the names that most families give them.
+
+    A field that differs by layer has the value that most layers have: as an attribute it has none.
+    """
+    text = config.get_text_config(decoder=True)
+    fields: dict[str, Any] = text.to_dict()
+    return fields | {usual: fields[name] for usual, name in text.attribute_map.items() if name in fields}
+
+
+def _experts(text: dict[str, Any], mixtures: frozenset[int]) -> ExpertsConfig | None:
     count, top_k, width = (_first(text, names) for names in (COUNT_OF_EXPERTS, EXPERTS_OF_TOKEN, WIDTH_OF_EXPERT))
     if not (count and top_k and width and mixtures):
         return None
-    shared = getattr(text, "shared_expert_intermediate_size", None)
+    shared = text.get("shared_expert_intermediate_size")
     shared = shared or width * (_first(text, ("n_shared_experts", "moe_num_shared_experts")) or 0)
     return ExpertsConfig(
         count=count, ffn=width, top_k=top_k, shared_ffn=shared, router_bias=False, normalized=False, layers=mixtures
     )
 
 
-def _first(text: Any, names: tuple[str, ...]) -> int | None:
+def _first(text: dict[str, Any], names: tuple[str, ...]) -> int | None:
     # By type: a field may be None, or a list with a value for each layer.
-    return next((value for name in names if isinstance(value := getattr(text, name, None), int)), None)
+    return next((value for name in names if isinstance(value := text.get(name), int)), None)
 
 
 def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = None) -> Shapes:

@@ -1,0 +1,61 @@
+"""The sweep over the families of `transformers`: what it measures, and the form of its document."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tools.docs.family_checks import compare_rows, make_model
+from tools.docs.write_families_doc import DOCUMENT, Line, markdown, sweep
+
+OUTCOMES = {"works", "packed", "unpacked", "refused", "-"}
+"""What a cell of the document says: nothing crashes, and nothing differs."""
+
+
+def test_document_has_every_family_with_an_outcome_of_each_check() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([^`]+)` \|(.+)\|$", text, re.MULTILINE))
+    not_built = re.findall(r"^- `([^`]+)` \(", text.partition("## Not built")[2], re.MULTILINE)
+    assert sorted([*rows, *not_built]) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert {cell.strip() for cells in rows.values() for cell in cells.split("|")} <= OUTCOMES
+    assert re.search(r"^Measured on CPUs with transformers [\d.]+, torch \S+, \d{4}-\d\d-\d\d\.$", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("family, form", [("cohere", "packed"), ("bloom", "unpacked"), ("electra", "later ones")])
+def test_outcome_of_a_family_is_its_form_or_a_refusal(tmp_path: Path, ranks, family: str, form: str) -> None:
+    assert make_model(family, tmp_path / family).outcome == "works"
+    if form in OUTCOMES:
+        ((outcome, _),) = ranks(1, outcome_of_rows, tmp_path / family)
+        assert outcome == form
+    else:
+        with pytest.raises(Exception, match=form):
+            ranks(1, outcome_of_rows, tmp_path / family)
+
+
+def outcome_of_rows(model: Path) -> tuple[str, str]:
+    found = compare_rows(model)
+    return found.outcome, found.detail
+
+
+def test_reasons_that_several_families_have_are_one_line() -> None:
+    def line(family: str, check: str, outcome: str, detail: str = "") -> Line:
+        return {"family": family, "check": check, "outcome": outcome, "detail": detail, "seconds": 1.0}
+
+    families = ("one", "two")
+    lines = [line(name, "build", "works") for name in families]
+    lines += [line(name, "rows", "unpacked", "1e-7 nats; packed: conv differs") for name in families]
+    lines += [line("two", "rows", "packed"), line("three", "build", "unbuildable", "no layers")]
+    text = markdown(lines, "about")
+    assert "| `one` | unpacked | - | - | - |" in text and "| `two` | packed | - | - | - |" in text
+    assert "- rows, `one`: unpacked, since packed: conv differs" in text and "- `three` (no layers)" in text
+
+
+@pytest.mark.nightly
+def test_every_family_works_or_is_refused_in_one_line(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    sweep(list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), ["rows", "tp2", "train", "resume"], results, set())
+    lines = results.read_text().splitlines()
+    assert not [line for line in lines if '"outcome": "crashed"' in line or '"outcome": "different"' in line]
