@@ -39,7 +39,7 @@ SLOW_FIXTURES = {"ranks", "fake_cuda", "transformer_engine", "runs", "sandbox", 
 SLOW_MODULES = {
     *("test_api", "test_cli", "test_docs", "test_doctor", "test_fuzz", "test_launch"),
     *("test_quickstart", "test_support", "test_two_hosts"),
-    *("planner/test_search", "rewards/test_code", "rewards/test_math_pool", "rewards/test_service"),
+    *("planner/test_search", "rewards/test_code", "rewards/test_worker_pool", "rewards/test_service"),
 }
 
 

@@ -72,7 +72,9 @@ def frame(rows: Rows) -> Any:
 def dataset(rows: Rows) -> Any:
     import datasets
 
-    return datasets.Dataset.from_list(rows)
+    # `from_list` takes the fields of the first row only: what it drops is in no file.
+    names = dict.fromkeys(name for row in rows for name in row)
+    return datasets.Dataset.from_list([{name: row.get(name) for name in names} for row in rows])
 
 
 def with_json_columns(rows: Rows) -> Any:
@@ -91,8 +93,9 @@ def table(rows: Rows) -> pa.Table:
     plain = pa.Table.from_pylist([{name: row.get(name) for name in names} for row in rows])
     kinds = {"source": pa.dictionary(pa.int8(), pa.large_string()), "scores": pa.large_list(pa.float32())}
     kinds["schema"] = pa.string_view()
-    fields = [field.with_type(kinds.get(field.name, field.type)) for field in plain.schema]
-    return plain.cast(pa.schema(fields))
+    # Only these columns: a cast of all fails in pyarrow 26 where fields of structs are null in all rows.
+    columns = {name: plain[name].cast(kinds[name]) if name in kinds else plain[name] for name in names}
+    return pa.table(columns)
 
 
 def lines(file: Path, text: str) -> None:

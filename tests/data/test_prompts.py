@@ -15,6 +15,7 @@ from tests.helpers.prompts import prompt_set
 from tests.helpers.published_rows import write_parquet
 from verl_mg.data import PromptFeed, PromptSet
 from verl_mg.data.rendering import reply_opening
+from verl_mg.engines.trajectory import ConversationTurn
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
 from verl_mg.roles.reward import SampleTexts
@@ -59,6 +60,12 @@ def test_read_prompts_special_tokens_are_those_of_text_and_template(tmp_path, si
     (line,) = lines
     assert re.match(rf"{path}: .*{ADDED[single]}", line)
     assert ("2 of 3 prompts do not begin with <pad>" in line) == single.startswith("<pad>")
+    (tmp_path / "bos.py").write_text("def prepare(record):\n    return {'prompt': '<pad>' + record['prompt'][-1:]}\n")
+    prepared = data_file(tmp_path, {"prompt": "a"}, {"prompt": "ab"})
+    options = {"prepare": f"{tmp_path / 'bos.py'}:prepare", "report": lines.append}
+    prompts = prompt_set(prepared, tokenizer, max_prompt_tokens=9, **options)
+    assert [tokenizer.convert_ids_to_tokens(prompt.tokens) for prompt in prompts] == [["<pad>", "a"], ["<pad>", "b"]]
+    assert not any("do not begin with" in line for line in lines[1:])
     first = prompt_set(data_file(tmp_path, {"prompt": "<pad>a"}), tokenizer, max_prompt_tokens=9, report=lines.append)
     assert first[0].tokens == prompts[0].tokens and len(lines) == 1 + single.endswith("<eos>")
 
@@ -201,6 +208,21 @@ def test_sample_texts_are_what_the_policy_wrote_with_the_opening_of_the_template
     assert (opened.prompt, opened.response) == ("<user>a?<assistant>", "<think>b</think>!")
     assert (plain.prompt, plain.response, plain.num_tokens) == ("a?<think>", "b</think>!", 4)
     assert texts.of_tokens(prompts[1], tokens[:-1], True).response == "b</think>!"
+    # The agent's own messages, of which the template begins the replies, whatever the record's prompt.
+    context = tokenizer("<user>a!<assistant><think>", add_special_tokens=False)["input_ids"]
+    reply = {"role": "assistant", "content": "!"}
+    turns = [
+        vars(ConversationTurn(1, "policy", trained, 0, 0, (), reply, start, len(tokens), "stop"))
+        for trained, start in ((True, 0), (True, len(context)), (False, 0))
+    ]
+    segments = [[], [*context, *tokens, *context]]
+    for prompt in prompts:
+        scored = texts.of_conversation(prompt, {"turns": turns}, segments.__getitem__, False)
+        assert (scored.response, scored.num_tokens) == ("<think>b</think>!", 4)
+    assert (
+        texts.of_conversation(prompts[1], {"turns": turns[:1]}, lambda number: tokens, False).response == "b</think>!"
+    )
+    assert texts.of_conversation(prompts[1], {"turns": []}, segments.__getitem__, False).response == ""
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K}")

@@ -36,10 +36,9 @@ class SplittingEngine(EngineWrapper):
         prompt, draw = self._prompts.pop(sample.id), random.Random(sample.id)
         inner_cuts = draw.sample(range(1, len(sample.tokens)), min(len(sample.tokens), self._max_segments) - 1)
         cuts = [0, *sorted(inner_cuts[: draw.randrange(self._max_segments)]), len(sample.tokens)]
-        text = self._decode(sample.tokens)
-        turn = ConversationTurn(
-            len(cuts) - 2, "policy", True, 0.0, 0.5, (), {"role": "assistant", "content": text}, len(prompt), 1, "stop"
-        )
+        reply = {"role": "assistant", "content": self._decode(sample.tokens)}
+        lengths = len(prompt), len(sample.tokens)
+        turn = ConversationTurn(len(cuts) - 2, "policy", True, 0.0, 0.5, (), reply, *lengths, "stop")
         segments = tuple(_segment(number, prompt, sample, cuts) for number in range(len(cuts) - 1))
         trajectory = Trajectory(segments, (turn,), self._reward(sample), log=f"log of {sample.id}")
         return Sample(sample.id, (), (), (), "stop", trajectory=trajectory)

@@ -1,6 +1,6 @@
 """Runs a recipe on the task of recipes/tasks/repeat_digit.py under its shipped configuration, on real ranks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,17 +84,13 @@ def _job(recipe_file: Path, text: str, output: Path, overrides: Sequence[str], s
     tree = load_config(config, [f"job.output={output}", "job.console=false", *overrides], recipe.config)
     with pytest.MonkeyPatch.context() as patch:
         if split:
-            patch.setattr(RunningJob, "_with_tools", lambda job: partial(SplittingEngine, decode=decoder(job)))
+            patch.setattr(RunningJob, "_with_tools", lambda job: partial(SplittingEngine, decode=job.tokenizer.decode))
         run_here(recipe, tree)
 
 
 def comparable(lines: Metrics, other: tuple[str, ...] = ("time/", "weight_sync/", "rollout/", "mismatch/")) -> Metrics:
     """Without metrics of ranks, and those that compare engine with trainer, which differ only by rounding."""
     return [{name: value for name, value in line.items() if not name.startswith(other)} for line in lines]
-
-
-def decoder(job: RunningJob) -> Callable[[Sequence[int]], str]:
-    return partial(job.tokenizer.decode, skip_special_tokens=True)
 
 
 def placed(config: str, task: Path) -> str:

@@ -1,9 +1,11 @@
 """Verifiable instructions: hand-made responses, and the figures of the package itself."""
 
+import os
+
 import pytest
 
 from verl_mg.errors import UserError
-from verl_mg.rewards import Sample, load_reward
+from verl_mg.rewards import Sample, ifeval, load_reward
 
 package = pytest.importorskip("if_verifiable")
 
@@ -56,3 +58,16 @@ def test_records_and_options_that_cannot_be_scored_are_refused():
         score(Sample("p", "r", None, {"instruction_id_list": names, "kwargs": [{}, {}]}, "stop"))
     with pytest.raises(UserError, match="mode 'lax' is unknown. Write strict or loose"):
         load_reward("verl_mg.rewards.ifeval:Score", {"mode": "lax"})
+    with pytest.raises(UserError, match=r"instructions keywords:existence of the prompt '' .* Correct their kwargs"):
+        names = ["keywords:existence"]
+        score(Sample("p", "r", None, {"instruction_id_list": names, "kwargs": [{"no": "such"}]}, "stop"))
+
+
+def test_score_of_a_response_that_the_package_searches_for_too_long_is_0(monkeypatch):
+    record = {"instruction_id_list": ["detectable_format:number_bullet_lists"], "kwargs": [{"num_bullets": 2}]}
+    sample = Sample("p", "* a\n* b" + "\n" * 40_000 + "x", None, record, "stop")  # the square of line ends: seconds
+    pool = ifeval._pool(os.getpid())
+    assert pool.score("ifeval", "p", *record.values(), "* a\n* b") is not None  # a worker has started
+    monkeypatch.setattr(pool, "seconds", 0.5)
+    reward = load_reward("verl_mg.rewards.ifeval:Score")(sample)
+    assert (reward.value, set(reward.parts.values())) == (0.0, {0.0})

@@ -12,6 +12,7 @@ from verl_mg.rewards import Sample, math
 from verl_mg.rewards.choice import letter_of
 from verl_mg.rewards.code import last_program
 from verl_mg.rewards.dapo import score as dapo
+from verl_mg.rewards.exact import score as exact
 from verl_mg.rewards.gsm8k import score as gsm8k
 from verl_mg.rewards.reasoning_gym import Score
 from verl_mg.rewards.regex_format import RegexFormat
@@ -34,6 +35,7 @@ SCORES: dict[str, Callable[[str], object]] = {
     "choice": lambda response: letter_of(response, "ABCD"),
     "code": last_program,
     "dapo": lambda response: dapo(sample(response)),
+    "exact": lambda response: exact(sample(response)),
     "gsm8k": lambda response: gsm8k(sample(response)),
     "gsm8k flexible": lambda response: gsm8k(sample(response), method="flexible"),
     "math": lambda response: math.score(sample(response)),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl_mg.errors import UserError
-from verl_mg.rewards import Reward, Sample, math, math_pool
+from verl_mg.rewards import Reward, Sample, math, worker_pool
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
 
@@ -101,8 +101,8 @@ def test_score_hard_formula_times_out_on_any_thread(monkeypatch):
     assert score("5", "5").value == 1.0  # what takes long the first time is done
     monkeypatch.setattr(math, "SECONDS", 1)  # here; that of the worker process follows
     limited = "from verl_mg.rewards import math\nmath.SECONDS = 2\nrun_worker("
-    monkeypatch.setattr(math_pool, "PROGRAM", math_pool.PROGRAM.replace("run_worker(", limited))
-    pool = math_pool.MathPool(limit=1, seconds=600.0)
+    monkeypatch.setattr(worker_pool, "PROGRAM", worker_pool.PROGRAM.replace("run_worker(", limited))
+    pool = worker_pool.WorkerPool("verl_mg.rewards.math:is_equivalent", limit=1, seconds=600.0)
     monkeypatch.setattr(math, "_pool", lambda pid: pool)
     hard = r"\boxed{9^{9^{9}}}"
     assert score("5", hard) == Reward(0.0, {"correct": 0.0, "answered": 1.0}, "9**(9**9)")

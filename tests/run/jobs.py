@@ -18,6 +18,7 @@ from tests.helpers.split_engine import SplittingEngine
 from tests.helpers.tiny_jobs import files_of, metrics_of, roles_of, run_recipe, write_sums
 from tests.helpers.tiny_models import CHARACTERS, tiny_model, uninitialized_memory_is_nan
 from verl_mg.config import load_config
+from verl_mg.engines.engine import Sample
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.models.tiny_model import make_tiny_model
@@ -62,9 +63,11 @@ def job(recipe: str | Path, inputs: Path, output: Path, overrides: list[str], mo
 def split_job(recipe: str, inputs: Path, output: Path, overrides: list[str], mode: RunMode = FULL_RUN) -> None:
     """A `job` whose responses are cut into the segments of trajectories, some with rewards."""
 
+    def reward(sample: Sample) -> Reward | None:
+        return Reward(9.0) if sample.id % 4 == 0 else None
+
     def wrapper(of: RunningJob) -> WrapEngine:
-        decode = partial(of.tokenizer.decode, skip_special_tokens=True)
-        return partial(SplittingEngine, decode=decode, reward=lambda s: Reward(9.0) if s.id % 4 == 0 else None)
+        return partial(SplittingEngine, decode=of.tokenizer.decode, reward=reward)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunningJob, "_with_tools", wrapper)

@@ -150,9 +150,18 @@ def test_export_every_writes_models(ranks, inputs, tmp_path):
     assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
-def test_resume_with_other_settings_names_them(ranks, inputs, run):
-    output, _ = ranks.run(2, resumable_job, "grpo", inputs, run, 4, [*SHORT, "actor.optimizer.lr=1e-4"])
+def test_resume_with_other_settings_and_test_records_names_them(ranks, inputs, run):
+    last, digests = run / "checkpoints" / "000003", {"same": "0", "changed": "0"}
+    (last / "job.json").write_text(json.dumps(json.loads((last / "job.json").read_text()) | {"test_records": digests}))
+    rewrite_sums(last)
+    sets = ", ".join(f"{name}: {{path: {inputs / 'sums.jsonl'}, prompts: 1}}" for name in ("changed", "new"))
+    changes = ["actor.optimizer.lr=1e-4", f"data.test={{{sets}}}", "evaluation.samples=1"]
+    output, others = ranks.run(2, resumable_job, "grpo", inputs, run, 4, [*SHORT, *changes])
     assert "job.iterations=4 instead of 3" in output and "actor.optimizer.lr=0.0001 instead of 0.002" in output
+    assert "the records of data.test.changed are others than when it was written" in output
+    assert output.count("the records of") == 1 and "the records of" not in others
+    written = json.loads((run / "checkpoints" / "000004" / "job.json").read_text())
+    assert written["test_records"] == dict.fromkeys(["changed", "new"], written["prompts"]["prompts"]["records"])
 
 
 @pytest.mark.parametrize(

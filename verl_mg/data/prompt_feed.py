@@ -24,6 +24,11 @@ class _Around:
         """Number of prompts left out for their length."""
         return self._prompts.dropped
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of the records, by the name of the source."""
+        return self._prompts.digests
+
     def __len__(self) -> int:
         return len(self._prompts)
 

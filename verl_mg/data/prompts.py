@@ -88,6 +88,11 @@ class PromptSet:
         self._epoch, self._position = 0, 0
         self._order = self._permutation(0)
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digest of the records, by the name of the source."""
+        return {self._source: self._records}
+
     def __len__(self) -> int:
         return len(self._prompts)
 
@@ -218,6 +223,11 @@ class Mixture:
     def dropped(self) -> int:
         """Number of prompts of all sources left out for their length."""
         return sum(prompts.dropped for prompts in self._sets.values())
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of the records, by the name of the source."""
+        return {name: digest for prompts in self._sets.values() for name, digest in prompts.digests.items()}
 
     def __len__(self) -> int:
         return sum(map(len, self._sets.values()))

@@ -183,8 +183,8 @@ def unwritten_tokens(
     missing = sum(tuple(row[: len(added.front)]) != added.front for row in rows)
     front, end = (" ".join(tokenizer.convert_ids_to_tokens(list(ids))) for ids in added)
     lines = [
-        f"{missing} of {len(rows)} prompts do not begin with {front}, which the tokenizer would add. Write it in the "
-        "chat template or the texts if the model expects it." * bool(missing),
+        f"{missing} of {len(rows)} prompts do not begin with {front}, which the tokenizer would add. If the model "
+        "expects it, write it in the chat template, or in the texts, as data.prepare can." * bool(missing),
         f"the tokenizer would add {end} at the end of a prompt; it is left out." * bool(end),
     ]
     return " ".join(line for line in lines if line) or None

@@ -1,27 +1,33 @@
 """Reward for verifiable instructions, IFEval [arXiv:2311.07911] and IFBench, by the optional package if-verifiable.
 
-A record has `prompt`, `instruction_id_list` and `kwargs`, as in google/IFEval and allenai/IFBench_test.
+The package searches responses by patterns, some of them the record's, whose time grows with the square of the response
+or faster, so it runs in processes that are killed when their time is up. A record has `prompt`, `instruction_id_list`
+and `kwargs`, as in google/IFEval and allenai/IFBench_test.
 """
 
+import atexit
+import functools
 import importlib
+import os
 from typing import Any, Literal, get_args
 
 from verl_mg.errors import UserError
 from verl_mg.rewards.answer_part import answer_part
 from verl_mg.rewards.reward import Reward, Sample
+from verl_mg.rewards.worker_pool import WorkerPool
 
 Benchmark = Literal["ifeval", "ifbench"]
 Level = Literal["prompt", "instruction"]
 Mode = Literal["strict", "loose"]
-# Seed of the package's detector of languages, whose results otherwise differ from call to call.
-SEED = 0
+# Time limit of a response; a usual one takes some hundredths of a second for each instruction.
+SECONDS = 20.0
+WORKERS = 4
 
 
 class Score:
-    """Scores how many of a record's instructions a response follows."""
+    """Scores how many of a record's instructions a response follows; none where checking takes more than `SECONDS`."""
 
-    # Checkers share the state of libraries.
-    parallel = 1
+    parallel = WORKERS
 
     def __init__(self, benchmark: Benchmark = "ifeval", level: Level = "prompt", mode: Mode = "strict") -> None:
         """Imports the package.
@@ -35,17 +41,13 @@ class Score:
             if value not in (known := get_args(kind)):
                 raise UserError(f"rewards.ifeval: {name} {value!r} is unknown. Write {' or '.join(known)}.")
         try:
-            import if_verifiable
-            from langdetect import DetectorFactory
-
             registry = importlib.import_module(f"if_verifiable.{benchmark}")
         except ImportError as error:
             raise UserError(
                 f"reward verl_mg.rewards.ifeval: the package if-verifiable is not installed ({error}). Run: "
                 "pip install 'verl-mg[ifeval]'."
             ) from None
-        DetectorFactory.seed = SEED
-        self._package, self._benchmark, self._known = if_verifiable, benchmark, frozenset(registry.INSTRUCTION_DICT)
+        self._benchmark, self._known = benchmark, frozenset(registry.INSTRUCTION_DICT)
         self._value = f"{level}_{mode}"
 
     def score(self, sample: Sample) -> Reward:
@@ -55,23 +57,19 @@ class Score:
             raise UserError(
                 f"rewards.ifeval: {min(unknown)} is no instruction of {self._benchmark}. Set the option benchmark."
             )
-        package = self._package
-        kind = package.IFEvalSample if self._benchmark == "ifeval" else package.IFBenchSample
-        record = kind(sample.record.get("key", 0), str(sample.record.get("prompt", "")), instructions, arguments)
-        try:
-            _, scores = package.evaluate_output_for_sample(self._benchmark, record, answer_part(sample.response))
-        except LookupError as error:  # nltk's message is a page
-            raise UserError(
-                f"rewards.ifeval: data of nltk is missing ({str(error).strip().splitlines()[0]}). Run: python -m "
-                "nltk.downloader punkt punkt_tab averaged_perceptron_tagger_eng stopwords."
-            ) from None
-        parts = {
-            "prompt_strict": scores.binary_strict,
-            "prompt_loose": scores.binary_loose,
-            "instruction_strict": scores.partial_strict,
-            "instruction_loose": scores.partial_loose,
-        }
-        return Reward(parts[self._value], parts)
+        prompt, response = str(sample.record.get("prompt", "")), answer_part(sample.response)
+        reward = _pool(os.getpid()).score(self._benchmark, prompt, instructions, arguments, response)
+        if reward is None:
+            return Reward(0.0, {f"{level}_{mode}": 0.0 for level in get_args(Level) for mode in get_args(Mode)})
+        return Reward(reward.parts[self._value], reward.parts)
+
+
+@functools.cache
+def _pool(pid: int) -> WorkerPool:
+    """Returns the pool of the process `pid`: a forked process must not use its parent's."""
+    pool = WorkerPool("verl_mg.rewards.ifeval_worker:evaluate", WORKERS, SECONDS)
+    atexit.register(pool.close)
+    return pool
 
 
 def _instructions(sample: Sample) -> tuple[list[str], list[dict[str, Any]]]:

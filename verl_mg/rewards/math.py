@@ -22,8 +22,8 @@ from verl_mg.rewards.answer_part import (
     without_headings,
     without_separators,
 )
-from verl_mg.rewards.math_pool import MathPool
 from verl_mg.rewards.reward import Reward, Sample
+from verl_mg.rewards.worker_pool import WorkerPool
 
 # Time limit of parsing, and of comparing: the default of math-verify.
 SECONDS = 5
@@ -82,10 +82,10 @@ def is_equivalent(response: str, answer: str) -> Reward:
 
 
 @functools.cache
-def _pool(pid: int) -> MathPool:
+def _pool(pid: int) -> WorkerPool:
     """Returns the pool of the process `pid`: a forked process must not use its parent's."""
     # Two texts are parsed and compared in both directions.
-    pool = MathPool(WORKERS, seconds=4 * SECONDS + 1)
+    pool = WorkerPool("verl_mg.rewards.math:is_equivalent", WORKERS, seconds=4 * SECONDS + 1)
     atexit.register(pool.close)
     return pool
 

@@ -16,7 +16,9 @@ class Sample:
     """A response of the policy to be scored."""
 
     prompt: str
-    response: str  # what the policy wrote, without the end token, after what the chat template began of the reply
+    response: str
+    """What the policy wrote, without the end token, after what the chat template began of the reply; of an agent, its
+    last reply."""
     answer: str | None  # answer of the record, unparsed; None where it has none
     record: dict[str, Any]
     finish: Literal["stop", "length", "abort"]

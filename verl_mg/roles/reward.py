@@ -15,8 +15,9 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -27,6 +28,7 @@ from verl_mg.algorithms.aggregation import segment_totals
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt
+from verl_mg.data.rendering import reply_opening
 from verl_mg.distributed.collectives import all_gather_json, all_to_all_json
 from verl_mg.engines.engine import Sample as GeneratedSample
 from verl_mg.errors import UserError
@@ -39,7 +41,8 @@ from verl_mg.rows.samples import (
     RolloutRecord,
     agent_reward,
     conversation_of,
-    final_reply,
+    final_turn,
+    row_id,
 )
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ NOT_SCORED = -1
 """Value of the column `score_id` of rows that were not submitted."""
 PART = "reward."
 """Prefix of the columns with the parts of the reward."""
+OPENING_TOKENS = 64  # tokens in front of a reply that contain all that a chat template writes of it
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class SampleTexts:
 
     prompt "<user>2+3?<assistant><think>", tokens "a </think> 5 <eos>"
     Sample(prompt="<user>2+3?<assistant>", response="<think>a</think>5")
+
+    The response of an agent's sample is the policy's last reply, by the same rule.
     """
 
     prompts: PromptFeed
@@ -71,18 +77,37 @@ class SampleTexts:
         response = batch.row("tokens", row)[int(batch["prompt_length"][row]) :]
         return self.of_tokens(prompt, response.tolist(), bool(batch["truncated"][row]))
 
-    def of_tokens(self, prompt: Prompt, tokens: Sequence[int], truncated: bool) -> Sample:
-        """Returns a response to a prompt with the special tokens that the policy has written in it."""
+    def of_tokens(self, prompt: Prompt, tokens: Sequence[int], truncated: bool, opening: str | None = None) -> Sample:
+        """Returns a response to a prompt with the special tokens that the policy has written in it.
+
+        `opening` is what the chat template has written of the reply; None: as the prompt ends.
+        """
         ended = bool(tokens) and tokens[-1] in self.stop_token_ids
-        written = list(tokens[:-1] if ended else tokens)
-        text = self.tokenizer.decode(written, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return sample_of(prompt, f"{prompt.opening}{text}", truncated, len(tokens))
+        begun = prompt.opening if opening is None else opening
+        response = begun + self._decode(tokens[:-1] if ended else tokens)
+        finish: Literal["length", "stop"] = "length" if truncated else "stop"
+        text = prompt.text.removesuffix(prompt.opening)
+        return Sample(text, response, prompt.answer, prompt.record, finish, len(tokens))
 
+    def of_conversation(
+        self, prompt: Prompt, conversation: Conversation, segment: Callable[[int], Sequence[int]], truncated: bool
+    ) -> Sample:
+        """Returns the policy's last reply in a conversation, whose segments have the tokens `segment(number)`."""
+        turn = final_turn(conversation)
+        if turn is None:
+            return self.of_tokens(prompt, (), truncated, "")
+        tokens, start = segment(turn.segment), turn.prompt_tokens
+        # The agent's messages are others than the record's, so each context says whether the template begins a reply.
+        before = self._decode(tokens[max(start - OPENING_TOKENS, 0) : start])
+        opening = self._opening if before.endswith(self._opening) else ""
+        return self.of_tokens(prompt, tokens[start : start + turn.tokens], truncated, opening)
 
-def sample_of(prompt: Prompt, response: str, truncated: bool, num_tokens: int | None = None) -> Sample:
-    """Returns a response with the text in front of it."""
-    finish: Literal["length", "stop"] = "length" if truncated else "stop"
-    return Sample(prompt.text.removesuffix(prompt.opening), response, prompt.answer, prompt.record, finish, num_tokens)
+    @cached_property
+    def _opening(self) -> str:
+        return reply_opening(self.tokenizer)
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 class RewardRole:
@@ -129,11 +154,14 @@ class RewardRole:
     def submit(self, prompt: Prompt, sample: GeneratedSample) -> int:
         """Starts to score a complete sample of this rank's engine, from any thread; returns the number of the score."""
         # An agent's own reward is the reward of its sample, and no reward function is called. Where it has none, reward
-        # functions score its final reply, see `final_reply`.
+        # functions score its last reply, see `final_turn`.
         truncated = sample.finish != "stop"
         if sample.trajectory is not None:
-            truncated |= any(segment.truncated for segment in sample.trajectory.segments)
-            return self._submit_conversation(prompt, conversation_of(sample.trajectory), truncated)
+            segments = sample.trajectory.segments
+            truncated |= any(segment.truncated for segment in segments)
+            return self._submit_conversation(
+                prompt, conversation_of(sample.trajectory), lambda number: segments[number].tokens, truncated
+            )
         if self._scorer_for(prompt) is None:
             return NOT_SCORED
         return self._submit(prompt, self._sample_texts.of_tokens(prompt, sample.tokens, truncated))
@@ -145,17 +173,21 @@ class RewardRole:
         score_ids = []
         for row in batch.first_rows.tolist():  # one score for a trajectory, whatever its rows
             prompt = self._sample_texts.prompts.by_id(int(batch["prompt_id"][row]))
-            text = rows.conversations.get(int(batch["trajectory"][row]))
+            trajectory = int(batch["trajectory"][row])
+            text = rows.conversations.get(trajectory)
             if text is not None:
-                score_ids.append(self._submit_conversation(prompt, json.loads(text), bool(truncated[row])))
+                segment = partial(_segment_tokens, batch, trajectory)
+                score_ids.append(self._submit_conversation(prompt, json.loads(text), segment, bool(truncated[row])))
             else:
                 score_ids.append(self._submit(prompt, self.sample(batch, row)))
         return [score_ids[i] for i in batch.trajectory_index.tolist()]
 
-    def _submit_conversation(self, prompt: Prompt, conversation: Conversation, truncated: bool) -> int:
+    def _submit_conversation(
+        self, prompt: Prompt, conversation: Conversation, segment: Callable[[int], Sequence[int]], truncated: bool
+    ) -> int:
         reward = agent_reward(conversation)
         if reward is None:
-            return self._submit(prompt, sample_of(prompt, final_reply(conversation), truncated))
+            return self._submit(prompt, self._sample_texts.of_conversation(prompt, conversation, segment, truncated))
         score_id = next(self._next_id)
         self._agent_rewards[score_id] = reward
         return score_id
@@ -265,6 +297,12 @@ class RewardRole:
             answers[of_rank] = torch.tensor([answer for _, answer in replies], dtype=torch.int64)
         names = ["reward", *(f"{PART}{part}" for part in parts)]
         return {name: column.clone() for name, column in zip(names, scores, strict=True)} | {"answer": answers}
+
+
+def _segment_tokens(batch: Batch, trajectory: int, segment: int) -> list[int]:
+    (row,) = (batch["sample_id"] == row_id(trajectory, segment)).nonzero().flatten().tolist()
+    tokens: list[int] = batch.row("tokens", row).tolist()
+    return tokens
 
 
 def scoring_reward(reward: RewardRole | None) -> RewardRole:

@@ -159,12 +159,12 @@ def agent_reward(conversation: Conversation) -> Reward | None:
     return Reward(**conversation["reward"]) if conversation["reward"] else None
 
 
-def final_reply(conversation: Conversation) -> str:
-    """Returns the text of the policy's last reply, which reward functions score; "" where there is none."""
+def final_turn(conversation: Conversation) -> ConversationTurn | None:
+    """Returns the policy's last turn, whose reply reward functions score; None where there is none."""
     # Where all turns are of other models, such as a simulated user, it is the last of these.
     turns = conversation["turns"]
     chosen = [turn for turn in turns if turn["trained"]] or turns
-    return (chosen[-1]["reply"].get("content") or "") if chosen else ""
+    return ConversationTurn(**chosen[-1]) if chosen else None
 
 
 def exchange_conversations(texts: Mapping[int, str], by_rank: Sequence[Sequence[int]]) -> dict[int, str]:

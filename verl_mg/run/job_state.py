@@ -15,6 +15,7 @@ Boxes fit any layout and number of ranks. `_restore_local` distributes the rest 
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ from verl_mg.rollout.rollout import LocalRolloutState
 from verl_mg.rows.samples import GeneratedRows
 from verl_mg.run.sample_state import SampleState, experts_of, images_of
 
+log = logging.getLogger(__name__)
+
 JOB = "job.json"  # file with the `JobState`
 READY = "ready"
 """Name of the batch that the rollout generated in advance; the names of all other batches begin with STATE."""
@@ -66,6 +69,8 @@ class JobState(StoredRecord):
     score: float | None  # metric that decides which checkpoint is the best, where there is one
     next_row: Count  # number of the next row of data that is used as it is
     prompts: dict[str, Any]  # state of the prompt feed
+    test_records: dict[str, str] = Field(default_factory=dict)
+    """Digests of the records of `data.test`, by the name of the set."""
     numbers: dict[str, float]  # numbers in `job.state`
     batches: list[str]  # names of the batches among the ranks' tensors
     trained: dict[str, RoleCounters]  # counters of the trained roles
@@ -126,6 +131,7 @@ class StateCollector:
             score=score,
             next_row=job.next_row,
             prompts=job.prompts.state(),
+            test_records=job.test_prompts.digests if job.test_prompts else {},
             numbers={name: value for name, value in job.state.items() if not isinstance(value, Batch)},
             batches=sorted(batches),
             trained={name: role.counts() for name, role in job.trained.items()},
@@ -179,8 +185,22 @@ def restore(job: RunningJob, folder: Path, recipe: str) -> int:
             f"{folder}: its contents do not fit each other ({type(error).__name__}: {error}). Move it away to resume "
             "from the one before."
         ) from error
+    _report_changed_tests(job, state, folder)
     job.iteration, job.next_row = state.iteration, state.next_row
     return state.iteration
+
+
+def _report_changed_tests(job: RunningJob, state: JobState, folder: Path) -> None:
+    # One line and no error: training goes on as before, only its evaluations are of other prompts.
+    now = job.test_prompts.digests if job.test_prompts and dist.get_rank() == 0 else {}
+    for name in now:
+        if state.test_records.get(name, now[name]) != now[name]:
+            log.warning(
+                "%s: the records of %s are others than when it was written: evaluations before and after do not "
+                "compare. Restore the data files of the first run if they should",
+                folder,
+                f"data.test.{name}" if name else "data.test",
+            )
 
 
 def restore_actor(job: RunningJob, folder: Path) -> int:

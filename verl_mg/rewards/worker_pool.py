@@ -1,7 +1,8 @@
-"""Pool of worker processes that compare mathematical answers for callers outside the main thread.
+"""Pool of worker processes for rewards of libraries whose time grows faster than the response.
 
-math-verify limits its time by an alarm signal, which is delivered to a main thread only. A computation that no alarm
-interrupts, inside one step of the interpreter, is ended by killing its process.
+In this process they would hold Python's lock, and math-verify limits its time by an alarm signal, which is delivered
+to a main thread only. A computation that no alarm interrupts, inside one step of the interpreter, is ended by killing
+its process.
 
     _start                 "ready"                     request
     -------> starting ----------------> idle (_idle) ----------> busy, one caller waits for its line
@@ -27,43 +28,45 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl_mg.rewards.reward import Reward
+from verl_mg.errors import UserError
+from verl_mg.rewards.sample import Reward
 
 # Time limit for the start of a worker, on a busy machine; only importing sympy takes about a second.
 START_SECONDS = 300.0
-# Another worker starts when all have been busy for so long: a start costs more than most comparisons.
+# Another worker starts when all have been busy for so long: a start costs more than most scores.
 GROW_SECONDS = 0.5
 # Address space of a worker; a formula may require more memory than the machine has.
 MEMORY_BYTES = 4 << 30
 PROGRAM = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
-from verl_mg.rewards.math import is_equivalent
-from verl_mg.rewards.math_pool import run_worker
-run_worker(is_equivalent)
+from verl_mg.import_function import load_function
+from verl_mg.rewards.worker_pool import run_worker
+run_worker(load_function(sys.argv[2], "reward"))
 """
 
 
 @dataclass
-class MathPool:
+class WorkerPool:
     """Pool of at most `limit` worker processes, started on demand. They end with this process."""
 
+    function: str  # `package.module:function` that returns a `Reward` for arguments that JSON has
     limit: int
-    seconds: float  # time limit of one comparison; a worker that exceeds it is killed
+    seconds: float  # time limit of one call; a worker that exceeds it is killed
     _idle: queue.LifoQueue[_Worker] = field(default_factory=queue.LifoQueue)
     _count: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _starting: threading.Lock = field(default_factory=threading.Lock)
 
-    def score(self, response: str, answer: str) -> Reward | None:
-        """Compares a response with the record's answer in a worker; callable from any thread."""
+    def score(self, *arguments: Any) -> Reward | None:
+        """Calls the function in a worker, from any thread; None where it exceeds a limit. Raises its UserErrors."""
         worker = self._acquire()
         try:
-            result = worker.request([response, answer], self.seconds)
+            result = worker.request(arguments, self.seconds)
         except TimeoutError:
             self._discard(worker)
             return None
@@ -71,6 +74,8 @@ class MathPool:
             self._discard(worker)
             raise
         self._idle.put(worker)
+        if isinstance(result, str):
+            raise UserError(result)
         return Reward(*result)
 
     def close(self) -> None:
@@ -95,7 +100,7 @@ class MathPool:
         with self._lock:
             self._count += 1
         try:
-            return _Worker()
+            return _Worker(self.function)
         except BaseException:
             with self._lock:
                 self._count -= 1
@@ -110,10 +115,10 @@ class MathPool:
 class _Worker:
     """One worker process; a request and its response are one line of JSON each."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: str) -> None:
         # A plain interpreter: `multiprocessing` and the pools built on it (`concurrent.futures`, pebble) run the user's
         # main script again with "spawn", and copy the locks of a process with many threads with "fork".
-        command = [sys.executable, "-c", PROGRAM, json.dumps(sys.path)]
+        command = [sys.executable, "-c", PROGRAM, json.dumps(sys.path), function]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
@@ -124,17 +129,17 @@ class _Worker:
         except TimeoutError:
             self.kill()
             raise OSError(
-                f"a process for math-verify ended, or did not start within {START_SECONDS:.0f} s; see its last output"
+                f"a process for {function} ended, or did not start within {START_SECONDS:.0f} s; see its last output"
             ) from None
 
-    def request(self, message: list[str], seconds: float) -> list[Any]:
-        """Sends a message and returns the response; TimeoutError where the time is up or the process has ended."""
+    def request(self, arguments: Sequence[Any], seconds: float) -> list[Any] | str:
+        """Returns the fields of the reward, or the text of a UserError; TimeoutError where the process has ended."""
         try:
-            self._stdin.write(json.dumps(message).encode() + b"\n")
+            self._stdin.write(json.dumps(arguments).encode() + b"\n")
             self._stdin.flush()
         except BrokenPipeError:
             raise TimeoutError from None
-        response: list[Any] = json.loads(self._read_line(seconds))
+        response: list[Any] | str = json.loads(self._read_line(seconds))
         return response
 
     def kill(self) -> None:
@@ -156,8 +161,8 @@ class _Worker:
         return line
 
 
-def run_worker(compare: Callable[[str, str], Reward]) -> None:
-    """Main function of a worker process: reads `[response, answer]` lines until stdin ends, writes rewards."""
+def run_worker(function: Callable[..., Reward]) -> None:
+    """Main function of a worker process: reads lines of arguments until stdin ends, writes rewards."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupted job closes the pipe
     # What libraries print must not be mixed with the responses.
@@ -166,7 +171,10 @@ def run_worker(compare: Callable[[str, str], Reward]) -> None:
         print(json.dumps("ready"), file=responses, flush=True)
         for line in sys.stdin:
             try:
-                reward = compare(*json.loads(line))
-                print(json.dumps([reward.value, reward.parts, reward.answer]), file=responses, flush=True)
+                reward = function(*json.loads(line))
+                result: list[Any] | str = [reward.value, reward.parts, reward.answer]
+            except UserError as error:
+                result = str(error)
             except MemoryError:  # what is left of the heap is unknown; the caller sees the end of the process
                 return
+            print(json.dumps(result), file=responses, flush=True)

@@ -8,15 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from verl_mg.rewards.math_pool import MathPool
+from verl_mg.rewards.worker_pool import WorkerPool
 
 TIMEOUT = 600.0
+FUNCTION = "verl_mg.rewards.math:is_equivalent"
 HARD = r"\boxed{9^{9^{9}}}"
 
 
 @pytest.fixture
-def workers() -> Iterator[MathPool]:
-    workers = MathPool(limit=2, seconds=TIMEOUT)
+def workers() -> Iterator[WorkerPool]:
+    workers = WorkerPool(FUNCTION, limit=2, seconds=TIMEOUT)
     yield workers
     workers.close()
 
@@ -63,15 +64,15 @@ def test_score_dead_worker_is_replaced(workers):
 def test_score_worker_that_cannot_start_raises(workers, monkeypatch):
     monkeypatch.setattr(sys, "path", ["/nowhere"])
     for _ in range(3):  # more often than there may be workers
-        with pytest.raises(OSError, match="a process for math-verify ended"):
+        with pytest.raises(OSError, match="a process for verl_mg.rewards.math:is_equivalent ended"):
             workers.score("5", "5")
 
 
 def test_workers_end_with_their_parent():
     program = """
 import os, threading
-from verl_mg.rewards.math_pool import MathPool
-pool = MathPool(limit=1, seconds=600.0)
+from verl_mg.rewards.worker_pool import WorkerPool
+pool = WorkerPool("verl_mg.rewards.math:is_equivalent", limit=1, seconds=600.0)
 thread = threading.Thread(target=lambda: pool.score("it is 5", "5"))
 thread.start()
 thread.join()
