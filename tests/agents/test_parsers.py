@@ -6,9 +6,11 @@ import pytest
 
 from tests.agents.conversations import KEEPING, chat_tokenizer
 from tests.helpers.traces import needs_sglang
-from verl_mg.agents.tool_calls import ReplyParser
+from verl_mg.agents.tool_calls import ReplyParser, unread_reasoning
+from verl_mg.config import RolloutConfig
 from verl_mg.engines.sglang.internals import reply_parsers
 from verl_mg.errors import UserError
+from verl_mg.models.tiny_model import character_tokenizer
 
 pytestmark = needs_sglang
 
@@ -39,6 +41,22 @@ def test_parse_reasoning_where_the_prompt_or_the_reply_begins_it(form, prompt, w
 def test_parse_reply_without_reasoning_leaves_its_spaces():
     parser = ReplyParser(chat_tokenizer(KEEPING), "qwen25", "qwen3")
     assert parser.parse("\n yes \n", (), QUESTION).text == "\n yes \n"
+
+
+@pytest.mark.parametrize(
+    ("keys", "marks", "warned"),
+    [
+        ({"tools": ["a:b"]}, ["</think>"], "</think>"),
+        ({"agent": "a:b"}, ["[/THINK]"], "[/THINK]"),
+        ({"tools": ["a:b"]}, [], ""),
+        ({}, ["<think>"], ""),
+        ({"tools": ["a:b"], "reasoning_parser": "qwen3"}, ["<think>"], ""),
+    ],
+)
+def test_unread_reasoning_of_tools_is_a_warning_with_the_mark(keys, marks, warned):
+    warning = unread_reasoning(RolloutConfig(**keys), character_tokenizer("ab", marks))
+    assert warning.startswith(f"rollout.reasoning_parser: the tokenizer has {warned}," if warned else "")
+    assert bool(warning) == bool(warned)
 
 
 ERASE = {"type": "function", "function": {"name": "erase", "parameters": {"properties": {"path": {"type": "string"}}}}}

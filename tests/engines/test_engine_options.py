@@ -4,10 +4,14 @@ import json
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 import torch
 
+from tests.helpers.random_models import config
+from verl_mg.config import Config
 from verl_mg.engines.engine_options import AdapterSettings, EngineNodes, EngineOptions
 from verl_mg.layout import EngineLayout
+from verl_mg.sharding.weight_table import weight_table
 
 
 def test_options_as_json_are_the_same_options():
@@ -21,3 +25,19 @@ def test_options_as_json_are_the_same_options():
     assert all(getattr(options, field.name) != getattr(plain, field.name) for field in fields(options))
     for one in (options, plain):
         assert EngineOptions.from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+@pytest.mark.parametrize(
+    ("keys", "option", "value"),
+    [
+        ({"engine": "vllm", "request_timeout_s": 5.5}, "request_timeout", 5.5),
+        ({"engine": "vllm", "keep_kv_cache": True}, "keep_cache", True),
+        ({"engine": "vllm", "python": "/opt/python"}, "python", Path("/opt/python")),
+        ({"engine": "vllm", "vllm": {"seed": 3}}, "extra", {"seed": 3}),
+        ({"engine": "sglang", "sglang": {"log_level": "info"}}, "extra", {"log_level": "info"}),
+    ],
+)
+def test_options_of_a_job_have_the_values_of_its_keys(keys, option, value):
+    whole = Config.model_validate({"model": {"path": "m"}, "data": {"train": "d"}, "rollout": keys})
+    options = EngineOptions.of_job(whole, torch.float32, weight_table(config("qwen3")))
+    assert getattr(options, option) == value

@@ -2,14 +2,20 @@
 
     python -m pytest -p tests.helpers.ignored_key --ignored-key RolloutConfig.top_p tests/...
 
-The ranks of the pool, which are forked later, ignore it too; processes that a test starts do not.
+The ranks of the pool, which are forked later, ignore it too, and so do processes that a test starts: the environment
+has the key, and PYTHONPATH a sitecustomize.py.
 """
+
+import os
+from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
 
 from verl_mg.config import Config
 from verl_mg.config.keys import subsection
+
+HERE = Path(__file__).parent
 
 
 def owned_keys(section: type[BaseModel] = Config) -> dict[str, type[BaseModel]]:
@@ -27,8 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--ignored-key", required=True, help="CLASS.NAME of a key that reads as its default")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    key = config.getoption("--ignored-key")
+def ignore(key: str) -> None:
+    """Makes a key read as its default in this process."""
     owner, name = owned_keys()[key], key.partition(".")[2]
     # Validation still reads the value; only a descriptor of the class hides it from whoever reads the section.
     setattr(
@@ -36,6 +42,10 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
+def pytest_configure(config: pytest.Config) -> None:
     key = config.getoption("--ignored-key")
-    delattr(owned_keys()[key], key.partition(".")[2])
+    ignore(key)
+    os.environ["IGNORED_KEY"] = key
+    # In front: an environment has one sitecustomize.py.
+    folders = [HERE / "ignoring", HERE.parents[1], *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, folders))

@@ -53,3 +53,11 @@ def test_teacher_on_a_server_needs_temperature_one_and_its_key(monkeypatch):
         remote_teacher(config(server, "rollout.temperature=0.7"), "a", "http://h:1")
     with pytest.raises(UserError, match=r"teachers.a.api_key_env=TEACHER_KEY: this environment variable is not set"):
         remote_teacher(config(server), "a", "http://h:1")
+
+
+def test_teacher_on_a_server_has_the_options_of_its_section(models):
+    options = "url: 'http://h:1', protocol: openai, served_model: large, parallel: 3"
+    teacher = remote_teacher(
+        config(f"teachers={{a: {{{options}}}}}", f"model.path={models['qwen3']}"), "a", "http://h:1"
+    )
+    assert (teacher._server.protocol, teacher._server.model, teacher._parallel) == ("openai", "large", 3)

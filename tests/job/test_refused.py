@@ -18,6 +18,7 @@ from verl_mg.errors import UserError
 from verl_mg.job.engine_checks import MODEL_REFUSALS, ModelCase, check_engines
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import parse_config
+from verl_mg.recipes.common.kl import KLConfig
 from verl_mg.sharding.weight_table import weight_table
 
 SIZES = {"model_type": "qwen3", "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -225,6 +226,10 @@ def test_check_engines_reports_what_the_configuration_alone_forbids_first(on_gpu
         check(LATENT, adapters=True, lora={}, layout="tp2", sleep=False)
 
 
+class WithPenalty(RecipeConfig):
+    kl: KLConfig = KLConfig(placement="reward")  # the placement of the recipe is no value that somebody has set
+
+
 WITHOUT_EFFECT = [
     (
         ["rollout.max_turns=3"],
@@ -237,6 +242,9 @@ WITHOUT_EFFECT = [
     (["rollout.vllm={a: 1}"], ["rollout.engine=vllm"], "these are arguments of another engine."),
     (["rollout.sglang={a: 1}"], ["rollout.engine=sglang"], "these are arguments of another engine."),
     (["rollout.python=p"], ["rollout.engine=vllm"], "the job starts no process of an engine."),
+    (["rollout.layout=tp2"], ["rollout.engine=vllm"], "the engine hf has the layout of the actor."),
+    (["rollout.memory_fraction=0.5"], ["rollout.engine=sglang"], "the job starts no engine that reserves memory."),
+    (["rollout.sleep=false"], ["rollout.engine=sglang"], "no engine shares the memory of training."),
     (["rollout.api_key_env=A"], ["rollout.urls=[http://a:1]"], "the job starts its engines itself."),
     (
         ["rollout.shared_folder=f"],
@@ -254,6 +262,16 @@ WITHOUT_EFFECT = [
     (["actor.guard.action=rollback"], ["actor.guard.max_kl=0.1"], "no divergence is too large."),
     (["fsdp.replicas=2"], ["actor.backend=fsdp"], "no role has this backend. Set actor.backend=fsdp"),
     (["actor.backend=fsdp", "megatron.ddp={a: 1}"], ["actor.backend=megatron"], "no role has this backend."),
+    (
+        ["algorithm.kl.estimator=k2"],
+        ["algorithm.kl.coefficient=1"],
+        "there is no penalty.",
+    ),
+    (
+        ["algorithm.kl.coefficient=1", "algorithm.kl.horizon=2"],
+        ["algorithm.kl.target=1"],
+        "nothing is adapted. Set algorithm.kl.target",
+    ),
     (["tracking.samples=2"], ["tracking.services=[wandb]"], "no service receives it."),
     (["tracking.prometheus_host=h"], ["tracking.prometheus_port=0"], "no port is open."),
     (["profile.memory=true"], ["profile.iterations=[1]"], "no iteration is traced."),
@@ -262,7 +280,7 @@ WITHOUT_EFFECT = [
 
 
 def checked(overrides: list[str], roles: set[str]) -> None:
-    loaded = load_config(None, ["model.path=m", "data.train=d", *overrides], RecipeConfig)
+    loaded = load_config(None, ["model.path=m", "data.train=d", *overrides], WithPenalty)
     check_effects(loaded, roles)
 
 

@@ -36,8 +36,11 @@ scrape_configs:
 """
 
 
+HOST = "127.0.0.2"  # not the default
+
+
 def configuration(folder: Path, port: int | None = 0) -> Config:
-    tracking = {"prometheus_port": port, "name": 'the "first"'}
+    tracking = {"prometheus_port": port, "prometheus_host": HOST, "name": 'the "first"'}
     tree = {"model": {"path": "m"}, "data": {"train": "d"}, "job": {"output": folder}, "tracking": tracking}
     return Config.model_validate(tree)
 
@@ -75,7 +78,7 @@ def test_exposition_is_read_back_by_the_parser_of_prometheus():
 def test_endpoint_serves_the_latest_value_of_each_metric(tmp_path):
     with endpoint(tmp_path) as served:
         address = target(tmp_path)
-        assert address.startswith("127.0.0.1:")
+        assert address.startswith(f"{HOST}:")
         served.log(1, {"reward/mean": 0.25, "eval/reward": 0.5})
         served.log(2, {"reward/mean": 0.75})
         response = httpx.get(f"http://{address}/metrics", trust_env=False)
@@ -98,10 +101,10 @@ def test_endpoint_without_a_port_or_on_other_ranks_listens_nowhere(tmp_path, por
 
 def test_endpoint_port_in_use_raises(tmp_path):
     with socket.socket() as used:
-        used.bind(("127.0.0.1", 0))
+        used.bind((HOST, 0))
         used.listen()
         port = used.getsockname()[1]
-        message = rf"tracking.prometheus_port={port}: cannot listen on 127.0.0.1 \(address already in use\)"
+        message = rf"tracking.prometheus_port={port}: cannot listen on {HOST} \(address already in use\)"
         with pytest.raises(UserError, match=message), endpoint(tmp_path, port):
             pass
 

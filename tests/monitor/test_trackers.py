@@ -18,8 +18,10 @@ from rich.console import Console
 
 from tests.helpers import warm_start
 from tests.helpers.json_lines import read_lines
+from verl_mg.config import Config
 from verl_mg.errors import UserError
 from verl_mg.monitor.status import EtaEstimator
+from verl_mg.monitor.trackers import build_trackers
 from verl_mg.monitor.trackers.console import ConsoleTracker
 from verl_mg.monitor.trackers.files import EvaluationTable, JsonlTracker, TensorBoardTracker, plot_reward_curve
 from verl_mg.monitor.trackers.services import check_services
@@ -146,6 +148,16 @@ def test_console_tracker_without_terminal_prints_lines():
     assert first.startswith("step 11/20  reward 0.1235  eval 0.5  tokens/s 34568  elapsed 0:00:0")
     assert second.startswith("step 12/20  elapsed") and "eta 0:00:0" in second
     assert "\x1b" not in first + second
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_build_trackers_prints_where_a_console_is_wanted(tmp_path, capsys, wanted):
+    job = {"output": tmp_path, "console": wanted}
+    config = Config.model_validate({"model": {"path": "m"}, "data": {"train": "d"}, "job": job})
+    for tracker in build_trackers("grpo", config, PhaseTimer()):
+        tracker.log(1, {"reward/mean": 0.25})
+        tracker.close()
+    assert ("reward 0.25" in capsys.readouterr().out) == wanted
 
 
 def test_console_tracker_on_a_terminal_draws_a_bar(monkeypatch):

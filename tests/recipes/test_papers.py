@@ -133,7 +133,7 @@ def test_paper_at_tiny_scale_trains_on_its_prepared_data(ranks, prepared, tmp_pa
         *(f"{role}.{key}" for role in roles for key in ("layout=tp1", "offload=false")),
         *(f"{role}.recompute=false" for role in ("actor", "critic", "process_reward")),
         *("model.dtype=float32", "rollout.engine=hf", "rollout.layout=tp1", "rollout.replay_routing=false"),
-        "rollout.max_new_tokens=8",
+        *("rollout.memory_fraction=0.6", "rollout.max_new_tokens=8"),
         *(["evaluation.every=3", "evaluation.prompts=2"] if config.data.test else []),
         *("algorithm.prompts_per_iteration=4", f"algorithm.group_size={min(config.algorithm.group_size, 6)}"),
         *("algorithm.num_minibatches=2", *SMALLER.get(recipe, [])),

@@ -69,7 +69,7 @@ def test_score_async_rewards_run_concurrently_up_to_the_limit():
         running[0] -= 1
         return float(sample.response)
 
-    with scorer_of(score, workers=3) as scorer:
+    with load_rewards(RewardConfig(function=score, workers=3)) as scorer:
         assert [reward.value for reward in scorer.score([sample(str(i)) for i in range(9)])] == list(range(9))
     assert running == [0, 3]
 

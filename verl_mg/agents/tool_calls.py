@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from verl_mg.config.roles import RolloutConfig
 from verl_mg.engines.sglang.internals import reply_parsers
 from verl_mg.errors import UserError
+from verl_mg.rewards.answer_part import THOUGHT, THOUGHT_ENDS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -167,6 +169,18 @@ class ReplyParser:
     def _call_id(self) -> str:
         # Some templates require nine letters and digits.
         return f"call{next(self._numbers) % 100_000:05d}"
+
+
+def unread_reasoning(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns the warning of a job that would make calls of tools within reasoning, "" for others."""
+    if rollout.reasoning_parser or not (rollout.tools or rollout.has_agents):
+        return ""
+    template, tokens = str(tokenizer.chat_template), tokenizer.get_vocab()
+    mark = next((mark for mark in (THOUGHT, *THOUGHT_ENDS) if mark in template or mark in tokens), "")
+    return mark and (
+        f"rollout.reasoning_parser: the tokenizer has {mark}, but no parser reads reasoning, so that calls of tools "
+        "within it are made. Set the parser of the model's family, such as qwen3."
+    )
 
 
 def _check(key: str, name: str, names: Mapping[str, Any]) -> None:

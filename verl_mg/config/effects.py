@@ -39,6 +39,12 @@ NEEDS = (
           "these are arguments of another engine. Set rollout.engine=sglang"),
     Needs("rollout", "python", lambda c: c.rollout.engine != "hf" and not c.rollout.has_servers,
           "the job starts no process of an engine. Set rollout.engine=sglang or vllm"),
+    Needs("rollout", "layout", lambda c: c.rollout.engine != "hf",
+          "the engine hf has the layout of the actor. Set rollout.engine=sglang or vllm"),
+    Needs("rollout", "memory_fraction", lambda c: c.rollout.engine != "hf" and not c.rollout.has_servers,
+          "the job starts no engine that reserves memory. Set rollout.engine=sglang or vllm"),
+    Needs("rollout", "sleep", lambda c: c.rollout.engine != "hf" and not c.rollout.has_servers
+          and not c.rollout.num_ranks, "no engine shares the memory of training. Set rollout.engine=sglang or vllm"),
     Needs("rollout", "api_key_env admin_key_env weight_transfer", lambda c: c.rollout.has_servers,
           "the job starts its engines itself. Set rollout.urls"),
     Needs("rollout", "shared_folder", lambda c: c.rollout.has_servers and c.rollout.weight_transfer == "disk",
@@ -53,6 +59,9 @@ NEEDS = (
           "the rewards of reward.mixture replace it. Write it as one of them"),
     Needs("actor.guard", "action", lambda c: c.actor.guard.max_kl is not None,
           "no divergence is too large. Set actor.guard.max_kl"),
+    Needs("algorithm.kl", "placement estimator target horizon min_coefficient max_coefficient",
+          lambda c: c.algorithm.kl.enabled, "there is no penalty. Set algorithm.kl.coefficient"),
+    Needs("algorithm.kl", "horizon", lambda c: c.algorithm.kl.target, "nothing is adapted. Set algorithm.kl.target"),
     Needs("tracking", "project samples", lambda c: c.tracking.services,
           "no service receives it. Set tracking.services"),
     Needs("tracking", "prometheus_host", lambda c: c.tracking.prometheus_port is not None,
@@ -66,34 +75,42 @@ ROLES = ("critic", "reward_model", "process_reward", "teachers")
 
 
 def check_effects(config: Config, roles: Collection[str]) -> None:
-    """Raises UserError for the first key, not at its default, without effect in a job whose recipe requests `roles`."""
+    """Raises UserError for the first key of a job without effect, whose recipe requests `roles`."""
+    for key, reason in without_effect(config, roles):
+        raise UserError(f"{key}: it has no effect, since {reason}, or leave it out.")
+
+
+def without_effect(config: Config, roles: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yields each key, not at its default, without effect, with the reason and what to write instead."""
     for section, keys, condition, missing in NEEDS:
-        if condition(config):
-            continue
         values: Any = config
+        defaults: Any = None
         for name in section.split("."):
-            values = getattr(values, name)
-        changed = set(_differing(values))
-        if unused := [name for name in keys.split() if name in changed]:
-            raise UserError(f"{section}.{unused[0]}: it has no effect, since {missing}, or leave it out.")
+            # Of the recipe, whose subsections can be other ones or have other defaults than their classes.
+            defaults = _default(values, name) if hasattr(values, name) else None
+            values = getattr(values, name, None)
+        if values is None or condition(config):
+            continue
+        changed = set(_differing(values, defaults))
+        yield from ((f"{section}.{name}", missing) for name in keys.split() if name in changed)
     built = {*roles, "reward_model"} if config.reward.from_model else {*roles}
     for name in _differing(config):
         if name in ROLES and name not in built:
-            raise UserError(
-                f"{name}: it has no effect, since the recipe builds no such role. Leave it out, or choose another one."
-            )
+            yield name, "the recipe builds no such role. Choose another recipe"
     sections = [getattr(config, name) for name in built & MODELS]
     backends = {section.backend for section in (*sections, *config.teachers.values())}
     for name in {"fsdp", "megatron"} - (backends if "teachers" not in built else backends | {config.reference.backend}):
-        if unused := [*_differing(getattr(config, name))]:
-            raise UserError(
-                f"{name}.{unused[0]}: it has no effect, since no role has this backend. Set actor.backend={name}, or "
-                "leave it out."
-            )
+        for key in _differing(getattr(config, name)):
+            yield f"{name}.{key}", f"no role has this backend. Set actor.backend={name}"
 
 
-def _differing(section: BaseModel) -> Iterator[str]:
-    """Yields the keys of a section whose values are not the defaults."""
+def _default(section: BaseModel, name: str) -> Any:
+    return type(section).model_fields[name].get_default(call_default_factory=True)
+
+
+def _differing(section: BaseModel, defaults: BaseModel | None = None) -> Iterator[str]:
+    """Yields the keys of a section whose values are not those of `defaults`, or of its class."""
     for name, field in type(section).model_fields.items():
-        if not field.is_required() and getattr(section, name) != field.get_default(call_default_factory=True):
+        default = getattr(defaults, name) if defaults else _default(section, name)
+        if not field.is_required() and getattr(section, name) != default:
             yield name

@@ -14,6 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from verl_mg.config import Config, validate_config
 from verl_mg.config.checks import REFUSALS, JobCase, refuse
+from verl_mg.config.effects import without_effect
 from verl_mg.config.keys import subsection
 from verl_mg.config.tree import tree_for
 from verl_mg.errors import UserError
@@ -58,6 +59,7 @@ class Translation:
     recipe: Recipe
     tree: dict[str, Any]
     config: Config
+    unused: dict[str, Any]  # values by our key that would have no effect, and are left out
     remarks: list[Remark]
     job: VerlJob
 
@@ -68,10 +70,13 @@ def translate(path: Path, overrides: list[str]) -> Translation:
     recipe = load_recipe(recipe_name(job))
     values = converted(job, recipe)
     _add_unread(job)
-    tree = _nested(values)
-    config = validate_config(tree, f"{path}, translated", recipe.config)
+    origin = f"{path}, translated"
+    config = validate_config(_nested(values), origin, recipe.config)
+    unused = _without_effect(values, config, recipe, job)
+    tree = _nested({key: value for key, value in values.items() if key not in unused})
+    config = validate_config(tree, origin, recipe.config)
     _check(config, recipe, job)
-    return Translation(recipe, tree, config, _grouped(job.remarks), job)
+    return Translation(recipe, tree, config, unused, _grouped(job.remarks), job)
 
 
 def recipe_name(job: VerlJob) -> str:
@@ -141,6 +146,20 @@ def default_of(tree: type[BaseModel], key: str) -> Any:
             inner = subsection(field.annotation)
             holder = inner[1] if inner and not inner[0] else None
     return list(holder) if isinstance(holder, tuple) else holder
+
+
+def _without_effect(values: dict[str, Any], config: Config, recipe: Recipe, job: VerlJob) -> dict[str, Any]:
+    """Returns the values that a job would refuse since they have no effect; a line says so where the file has them."""
+    unused: dict[str, Any] = {}
+    for key, reason in without_effect(config, requested_roles(recipe, config)):
+        found = {name: value for name, value in values.items() if f"{name}.".startswith(f"{key}.")}
+        unused |= found
+        for name, value in found.items():
+            of_key = [row for row in ROWS if any(name == ours or name.startswith(f"{ours}.") for ours in row.ours)]
+            if given := tuple(theirs for theirs in job.given if any(row.reads(theirs) for row in of_key)):
+                text = f"{name}={value} has no effect, since {reason}"
+                job.remarks.append(Remark("ignored", given, text))
+    return unused
 
 
 def _add_unread(job: VerlJob) -> None:

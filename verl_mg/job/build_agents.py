@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from verl_mg.agents.agent import Agent
@@ -12,6 +12,9 @@ from verl_mg.agents.command import run_command
 from verl_mg.agents.engine import AgentEngine
 from verl_mg.agents.renderer import ConversationRenderer
 from verl_mg.agents.tool_calls import ReplyParser
+from verl_mg.agents.tools.chat_format import ToolCallFormat
+from verl_mg.agents.tools.multi_turn import MultiTurnEngine
+from verl_mg.agents.tools.tool import Tool
 from verl_mg.config.roles import RolloutConfig
 from verl_mg.data.images import ImageLimits
 from verl_mg.engines.engine import RolloutEngine
@@ -44,6 +47,20 @@ def agent_wrapper(
     def wrap(engine: RolloutEngine) -> RolloutEngine:
         limits = image_limits if processor else None
         return AgentEngine(engine, agent, rollout, renderer, parser, max_positions, limits)
+
+    return wrap
+
+
+def turns_wrapper(
+    rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Tool], processor: ImageProcessor | None
+) -> Callable[[RolloutEngine], MultiTurnEngine]:
+    """Returns a function that adds turns with tools to an engine."""
+    dialogue = ToolCallFormat(tokenizer, tools, rollout.tool_call_parser, rollout.reasoning_parser, processor)
+
+    def wrap(engine: RolloutEngine) -> MultiTurnEngine:
+        return MultiTurnEngine(
+            engine, dialogue, tools, max_turns=rollout.max_turns, tool_timeout=rollout.tool_timeout_s
+        )
 
     return wrap
 

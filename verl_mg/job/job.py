@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store
 
-from verl_mg.agents.tools.chat_format import ToolCallFormat
+from verl_mg.agents.tool_calls import unread_reasoning
 from verl_mg.agents.tools.load import load_tools
 from verl_mg.agents.tools.multi_turn import MultiTurnEngine
 from verl_mg.batch import Batch
@@ -50,7 +50,7 @@ from verl_mg.engines import RolloutEngine, Sampling
 from verl_mg.engines.request_tracker import routed_shape
 from verl_mg.engines.stop_strings import decoder
 from verl_mg.errors import UserError
-from verl_mg.job.build_agents import agent_wrapper
+from verl_mg.job.build_agents import agent_wrapper, turns_wrapper
 from verl_mg.job.build_engines import (
     build_engine_group,
     passed_choices,
@@ -376,10 +376,13 @@ class RunningJob:
         self._stops = read_stop_tokens(path, self.tokenizer)
         self._tools = load_tools(config.rollout.tools)
         self._schemas = [tool.schema for tool in self._tools]
+        report = print if config.job.console and dist.get_rank() == 0 else None
+        if report and (warning := unread_reasoning(config.rollout, self.tokenizer)):
+            report(warning)
         options: dict[str, Any] = {
             "seed": config.job.seed,
             "tools": self._schemas,
-            "report": print if config.job.console and dist.get_rank() == 0 else None,
+            "report": report,
             "processor": self.processor,
         }
         self.test_prompts: Prompts | None = None
@@ -480,15 +483,12 @@ class RunningJob:
 
     def _with_tools(self) -> WrapEngine:
         """Returns a function that adds tools to an engine if the configuration names any."""
-        config, tools = self.config.rollout, self._tools
-        if not tools:
+        if not self._tools:
             return lambda engine: engine
-        parsers = config.tool_call_parser, config.reasoning_parser
-        dialogue = ToolCallFormat(self.tokenizer, tools, *parsers, self.processor)
-        turns, timeout = config.max_turns, config.tool_timeout_s
+        turns = turns_wrapper(self.config.rollout, self.tokenizer, self._tools, self.processor)
 
         def with_turns(engine: RolloutEngine) -> RolloutEngine:
-            self._multi_turn = MultiTurnEngine(engine, dialogue, tools, max_turns=turns, tool_timeout=timeout)
+            self._multi_turn = turns(engine)
             return self._multi_turn
 
         return with_turns

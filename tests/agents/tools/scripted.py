@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from verl_mg.agents.tools.builtin import calculator
-from verl_mg.agents.tools.chat_format import ToolCallFormat
 from verl_mg.agents.tools.multi_turn import MultiTurnEngine
 from verl_mg.agents.tools.tool import Tool
+from verl_mg.config import RolloutConfig
 from verl_mg.engines import Request, RolloutEngine, Sample, Sampling
 from verl_mg.engines.engine import Finish
 from verl_mg.engines.trajectory import NOT_GENERATED
+from verl_mg.job.build_agents import turns_wrapper
 from verl_mg.models.tiny_model import character_tokenizer
 
 # Like Qwen's template: adjacent results share a user turn, and a line break follows the end of a turn.
@@ -135,5 +136,5 @@ def conversations(
     engine: RolloutEngine, tools: Sequence[Any] = (calculator,), reasoning: str | None = None, **options: Any
 ) -> MultiTurnEngine:
     built = [tool if isinstance(tool, Tool) else Tool.from_function(tool) for tool in tools]
-    options = {"max_turns": 3, "tool_timeout": 60} | options
-    return MultiTurnEngine(engine, ToolCallFormat(TOKENIZER, built, "qwen25", reasoning), built, **options)
+    rollout = RolloutConfig(**{"max_turns": 3, "tool_timeout_s": 60, "reasoning_parser": reasoning} | options)
+    return turns_wrapper(rollout, TOKENIZER, built, None)(engine)

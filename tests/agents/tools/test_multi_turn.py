@@ -126,7 +126,7 @@ def test_collect_calls_of_a_turn_run_concurrently():
 )
 def test_collect_failed_call_is_observed_as_an_error(text, result):
     limit = 0.2 if "endless" in text else 60
-    assert observed(text, tools=[calculator, endless], tool_timeout=limit) == worded(result)
+    assert observed(text, tools=[calculator, endless], tool_timeout_s=limit) == worded(result)
 
 
 @pytest.mark.parametrize("opened", [False, True])

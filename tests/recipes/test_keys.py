@@ -3,7 +3,7 @@
     keys of recipes          a run with another value is another run, or is refused       key_changes.py
     keys of other sections   the same, or the test that keys_and_tests.json names fails   tests/helpers/ignored_key.py
 
-A new key needs a row of one of them. `python -m pytest -m nightly tests/job/test_keys.py -k NAME` tries it.
+A new key needs a row of one of them. `python -m pytest -m nightly tests/recipes/test_keys.py -k NAME` tries it.
 """
 
 import ast
@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from tests.helpers.ignored_key import owned_keys
-from tests.job.key_changes import (
+from tests.recipes.key_changes import (
     CHANGES,
     ELSEWHERE,
     NAMES,
+    RECIPE_OF,
     SECTIONS,
     changed,
     outcome,
@@ -90,7 +91,8 @@ def test_recipe_key_changes_the_run_or_is_refused(run, name, key):
 def test_key_changes_the_run_or_is_refused(run, tasks, key):
     places = {"TASK": str(tasks(0)), "OTHER": str(tasks(1))}
     *others, own = (re.sub("TASK|OTHER", lambda name: places[name[0]], text) for text in SECTIONS[key])
-    check_change(run("grpo", tuple(others)), run("grpo", (*others, own)), key.partition(".")[2])
+    name = RECIPE_OF.get(key, "grpo")
+    check_change(run(name, tuple(others)), run(name, (*others, own)), key.partition(".")[2])
 
 
 def check_change(usual: Any, other: Any, key: str) -> None:

@@ -24,7 +24,7 @@ class Change(NamedTuple):
     others: tuple[str, ...] = ()
 
 
-KL, CORRECTED = "algorithm.kl.coefficient=0.5", "algorithm.off_policy.correction=token-tis"
+KL, WEIGHT = "algorithm.kl.coefficient=0.5", "algorithm.off_policy.weight=token"
 COMPARED = "algorithm.old_logprobs=recompute"  # with those of the rollout the ratio would be 1
 FALLING = ("algorithm.kl.target=9000", "algorithm.kl.horizon=8")
 RISING = ("algorithm.kl.target=1e-9", "algorithm.kl.horizon=1000")
@@ -48,9 +48,11 @@ CHANGES = {
     "kl.max_coefficient": Change(
         ("0.5",), (KL, "algorithm.kl.target=1e-9", "algorithm.kl.horizon=1000", "job.iterations=4")
     ),
-    "off_policy.correction": Change(("token-tis",), ("algorithm.off_policy.high=1",)),
-    "off_policy.low": Change(("1",), ("algorithm.off_policy.correction=icepop", COMPARED)),
-    "off_policy.high": Change(("1",), (CORRECTED, COMPARED)),
+    "off_policy.weight": Change(("token",), (COMPARED,)),
+    "off_policy.low": Change(("1",), (WEIGHT, COMPARED)),
+    "off_policy.high": Change(("1",), (WEIGHT, COMPARED)),
+    "off_policy.normalize": Change(("true",), (WEIGHT, COMPARED)),
+    "off_policy.rejection": Change(("{token-k2: 1e-30}",), (COMPARED,)),
     "off_policy.opsm_delta": Change(("1e-9",)),
     "num_minibatches": Change(("4",)),
     "num_epochs": Change(("3",)),
@@ -64,6 +66,9 @@ CHANGES = {
     "overlong_filter": Change(("true",)),
     "beta": Change(("0.9",)),
     "loss_type": Change(("ipo",)),
+    "k": Change(("1",)),
+    "whiten": Change(("true",)),
+    "bound_process": Change(("true",)),
     "label_smoothing": Change(("0.3",)),
     "normalize_by_std": Change(("false", "true")),
     "divergence": Change(("kl",)),
@@ -123,6 +128,9 @@ EXACT, EVALUATED, SAMPLED = (
 )
 OPTIMIZER, LORA, SET = "actor.optimizer", "actor.lora", "data.test={a: {path: TASK/data/test.jsonl}}"
 SOURCES = "data.train={a: {path: TASK/data/train.jsonl}, b: {path: OTHER/data/train.jsonl}}"
+SELF = "teachers={self: {}}"
+TOOLS, FSDP = "rollout.tools=[verl_mg.agents.tools.builtin:calculator]", "actor.backend=fsdp"
+USUAL = "reward.function=verl_mg.rewards.math:score"  # a model of rewards excludes other functions
 MIXTURE = "reward={mixture: {a: {function: verl_mg.rewards.exact:score}}}"
 SECTIONS: dict[str, tuple[str, ...]] = {
     "ModelConfig.dtype": ("model.dtype=bfloat16",),
@@ -160,10 +168,67 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "WeightedRewardConfig.weight": (MIXTURE, "reward.mixture.a.weight=3"),
     "CurriculumConfig.low": ("job.iterations=6", "data.curriculum.low=0.9"),
     "CurriculumConfig.high": ("job.iterations=6", "data.curriculum.high=0.01"),
+    "CurriculumConfig.revisit": ("job.iterations=6", "data.curriculum.low=0.9", "data.curriculum.revisit=1"),
+    "CurriculumConfig.decay": ("job.iterations=6", "data.curriculum.low=0.9", "data.curriculum.decay=0.01"),
     "CurriculumConfig.pass_threshold": (
         *("job.iterations=6", "data.curriculum.low=0.9"),
         "data.curriculum.pass_threshold=-9",
     ),
+    "ModelConfig.kernels": ("model.kernels=transformer_engine",),
+    "DataConfig.chosen_field": ("data.chosen_field=prompt",),
+    "DataConfig.rejected_field": ("data.rejected_field=prompt",),
+    "DataConfig.loss_on": ("data.loss_on=last",),
+    "DataConfig.prepare": ("data.prepare=nowhere:prepare",),
+    "SourceConfig.answer_field": (SOURCES, "data.train.a.answer_field=prompt"),
+    "SourceConfig.prepare": (SOURCES, "data.train.a.prepare=nowhere:prepare"),
+    "RewardConfig.options": ("reward.options={nothing: 1}",),
+    "RewardConfig.weights_file": (MIXTURE, "reward.weights_file=nowhere.json"),
+    "RewardConfig.from_model": (USUAL, "reward.from_model=true"),
+    "WeightedRewardConfig.options": (MIXTURE, "reward.mixture.a.options={nothing: 1}"),
+    "RoleSection.ranks": ("actor.ranks=7",),
+    "RoleSection.offload": ("actor.offload=true",),
+    "RoleSection.dynamic_context": ("actor.dynamic_context=true",),
+    "TrainableConfig.recompute": ("actor.recompute=[mla_up_proj]",),
+    "TrainableConfig.tokens_per_micro_batch": ("actor.tokens_per_micro_batch=8",),
+    "FrozenConfig.tokens_per_micro_batch": (KL, "reference.tokens_per_micro_batch=8"),
+    "CriticConfig.path": (USUAL, "reward.from_model=true", "reward_model.path=OTHER/model"),
+    "OptimizerConfig.nvme_folder": (f"{OPTIMIZER}.cpu_offload=true", f"{OPTIMIZER}.nvme_folder=nowhere"),
+    "LoraConfig.path": ("actor.lora={}", f"{LORA}.path=nowhere"),
+    "LoraConfig.experts": ("actor.lora={}", f"{LORA}.experts=true"),
+    "FsdpConfig.replicas": (FSDP, "fsdp.replicas=2"),
+    "FsdpConfig.freeze_vision_tower": (FSDP, "fsdp.freeze_vision_tower=true"),
+    "FsdpConfig.cpu_offload": (FSDP, "fsdp.cpu_offload=true"),
+    "MegatronConfig.optimizer": ("megatron.optimizer={nothing: 1}",),
+    "MegatronConfig.ddp": ("megatron.ddp={nothing: 1}",),
+    "TeacherConfig.url": (SELF, "teachers.self.url='http://127.0.0.1:1'"),
+    "TeacherConfig.weights": (SELF, "teachers.self.weights=actor"),
+    "TeacherConfig.prompt": (SELF, "teachers.self.prompt='{answer}='"),
+    "TeacherConfig.tokenizer": (SELF, "teachers.self.tokenizer=nowhere"),
+    "RolloutConfig.engine": ("rollout.engine=vllm",),
+    "RolloutConfig.mode": ("rollout.mode=async",),
+    "RolloutConfig.max_running_requests": ("rollout.extra_prompts=3", "rollout.max_running_requests=1"),
+    "RolloutConfig.partial_rollout": (
+        *("rollout.extra_prompts=3", "rollout.max_running_requests=3"),
+        "rollout.partial_rollout=true",
+    ),
+    "RolloutConfig.layout": ("rollout.layout=tp2",),
+    "RolloutConfig.num_ranks": ("rollout.num_ranks=1",),
+    "RolloutConfig.memory_fraction": ("rollout.memory_fraction=0.5",),
+    "RolloutConfig.sleep": ("rollout.sleep=false",),
+    "RolloutConfig.wire": ("rollout.wire=int4",),
+    "RolloutConfig.delta": ("rollout.delta=true",),
+    "RolloutConfig.adapters": ("actor.lora={}", "rollout.adapters=true"),
+    "RolloutConfig.sharding_table": ("rollout.sharding_table=nowhere.json",),
+    "RolloutConfig.replay_routing": ("rollout.replay_routing=true",),
+    "RolloutConfig.urls": ("rollout.urls=['http://127.0.0.1:1']",),
+    "RolloutConfig.urls_file": ("job.deterministic=true", "rollout.urls_file=nowhere.txt"),
+    "RolloutConfig.tools": ("rollout.tools=[nowhere:tool]",),
+    "RolloutConfig.tool_call_parser": (TOOLS, "rollout.tool_call_parser=nothing"),
+    "RolloutConfig.reasoning_parser": (TOOLS, "rollout.reasoning_parser=nothing"),
+    "RolloutConfig.agent": ("rollout.agent=nowhere:run",),
+    "RolloutConfig.agent_command": ("rollout.agent_command=false",),
+    "RolloutConfig.agent_options": ("rollout.agent_command=false", "rollout.agent_options={nothing: 1}"),
+    "RolloutConfig.agent_host": ("rollout.agent_command=false", "rollout.agent_host=203.0.113.1"),
     "RolloutConfig.extra_prompts": ("rollout.extra_prompts=3",),
     "OptimizerConfig.kind": (f"{OPTIMIZER}.kind=muon",),
     "OptimizerConfig.lr": (f"{OPTIMIZER}.lr=0.1",),
@@ -218,6 +283,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "EvaluationConfig.pass_threshold": (EVALUATED, SAMPLED, "evaluation.samples=2", "evaluation.pass_threshold=0"),
     "JobConfig.seed": ("job.seed=5",),
     "JobConfig.iterations": ("job.iterations=3",),
+    "JobConfig.deterministic": ("rollout.extra_prompts=3", "job.deterministic=true"),
     "JobConfig.save": ("job.save=true",),
     "RecordConfig.samples_per_rank": ("record.samples_per_rank=1",),
     "CheckpointConfig.every": ("checkpoint.every=1",),
@@ -227,8 +293,13 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "ProfileConfig.ranks": ("profile.iterations=[1]", "profile.ranks=3"),
     "MegatronConfig.transformer": ("megatron.transformer={init_method_std: 0.5, hidden_dropout: 0.5}",),
 }
-"""Keys of other sections, by the class that declares them: overrides of recipes/grpo.py, the last its own;
-TASK and OTHER are the folders of two tasks."""
+"""Keys of other sections, by the class that declares them: overrides of a recipe, the last its own; TASK and OTHER are
+the folders of two tasks."""
+RECIPE_OF = {
+    **{"DataConfig.chosen_field": "dpo", "DataConfig.rejected_field": "dpo", "DataConfig.loss_on": "sft"},
+    **{f"TeacherConfig.{name}": "gkd" for name in ("url", "weights", "prompt", "tokenizer")},
+}
+"""The recipe, if it is not grpo."""
 
 
 def keys_of(section: BaseModel, prefix: str = "") -> dict[str, Any]:
