@@ -183,7 +183,7 @@ aorr.model.lora.adapter_path=b | {MEGATRON_LORA} | actor.lora.path=b
 {A}.megatron.override_transformer_config.*=0.01 | {MEGATRON} | megatron.transformer.moe_aux_loss_coeff=0.01
 {A}.megatron.override_ddp_config.*=true | {MEGATRON} | megatron.ddp.overlap_grad_reduce=true
 {A}.optim.override_optimizer_config.*=true | {MEGATRON} | actor.optimizer.cpu_offload=true
-{A}.router_replay.mode=R3 | {GRPO} | rollout.replay_routing=true
+{A}.megatron.router_replay.mode=R3 | {GRPO} | rollout.replay_routing=true
 aorr.rollout.enable_rollout_routing_replay=true | {GRPO} | rollout.replay_routing=true
 critic.model.path=third | {GAE} | critic.path=third
 {REF}.tensor_model_parallel_size=2 | {MKL} | reference.layout=tp2

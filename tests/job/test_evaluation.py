@@ -21,6 +21,8 @@ from verl_mg.job.recipe import load_recipe, requested_roles
 GRPO = load_recipe(Path(__file__).parents[2] / "recipes" / "grpo.py")
 
 REWARDS = """
+import re
+
 from verl_mg.rewards import Reward
 
 def digits(sample):
@@ -30,10 +32,10 @@ def easy_or_hard(sample):
     return float(sample.answer == "easy" or (sample.answer == "even" and len(sample.response) % 2 == 0))
 
 def length(sample):
-    return len(sample.response)
+    return len(re.sub("<[a-z]+>", "s", sample.response))  # a special token is one character
 
 def length_of_two(sample):
-    return len(sample.response) - 2
+    return length(sample) - 2
 
 def digit_at_the_end(sample):
     return float(not any(c.isdigit() for c in sample.response[:-1]) and sample.finish == "stop")

@@ -186,9 +186,11 @@ def _obstacle(part: str, name: str, value: object) -> str:
 
 
 def _replay(job: VerlJob) -> Values:
-    mode = job["aorr.actor.router_replay.mode"]
+    mode = job["aorr.actor.megatron.router_replay.mode"]
     if mode not in ("disabled", "R3", None):
-        job.report(NONE, "aorr.actor.router_replay.mode", "the experts of the engine are replayed (R3), or none")
+        job.report(
+            NONE, "aorr.actor.megatron.router_replay.mode", "the experts of the engine are replayed (R3), or none"
+        )
     return {"rollout.replay_routing": bool(job["aorr.rollout.enable_rollout_routing_replay"]) or mode == "R3"}
 
 
@@ -274,7 +276,7 @@ MODELS = (
     Row(("aorr.actor.optim.override_optimizer_config.*",), ("megatron.optimizer", "actor.optimizer.cpu_offload"),
         _fields("aorr.actor.optim.override_optimizer_config", "optimizer"),
         "`optimizer_cpu_offload` computes the step there", MEGATRON),
-    Row(("aorr.actor.router_replay.mode", "aorr.rollout.enable_rollout_routing_replay"), ("rollout.replay_routing",),
+    Row(("aorr.actor.megatron.router_replay.mode", "aorr.rollout.enable_rollout_routing_replay"), ("rollout.replay_routing",),
         _replay, "`R3`"),
     Row(("critic.model.path",), ("critic.path",), _critic_path, "", CRITIC),
     *_trained("critic", "critic.fsdp", "critic.model", "critic", _critic_only),

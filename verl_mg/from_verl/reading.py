@@ -30,6 +30,8 @@ OLDER = (
     ("aorr.actor.optim.warmup_style", "aorr.actor.optim.lr_scheduler_type"),
     ("aorr.actor.ulysses_sequence_parallel_size", "aorr.actor.fsdp_config.ulysses_sequence_parallel_size"),
     ("aorr.ref.ulysses_sequence_parallel_size", "aorr.ref.fsdp_config.ulysses_sequence_parallel_size"),
+    ("aorr.actor.router_replay", "aorr.actor.megatron.router_replay"),
+    ("aorr.ref.router_replay", "aorr.ref.megatron.router_replay"),
     ("critic.grad_clip", "critic.optim.clip_grad"),
     ("critic.optim.warmup_style", "critic.optim.lr_scheduler_type"),
     ("critic.ulysses_sequence_parallel_size", "critic.fsdp.ulysses_sequence_parallel_size"),

@@ -158,7 +158,7 @@ UNREAD = (
              "aorr.actor.optim.optimizer_impl", "critic.optim.optimizer_impl", "aorr.actor.optim.zero_indexed_step",
              "critic.optim.zero_indexed_step", "critic.enable", "aorr.ref.strategy", "critic.strategy",
              "aorr.ref.fsdp_config.*", "aorr.ref.megatron.*", "aorr.actor.megatron.*", "aorr.actor.fsdp_config.*",
-             "critic.megatron.*", "critic.fsdp.*", "aorr.ref.router_replay.*", "aorr.actor.router_replay.*"),
+             "critic.megatron.*", "critic.fsdp.*"),
     _missing("another loss is a recipe: docs/guides/add_a_recipe.md", "aorr.actor.policy_loss.*"),
     _missing("write algorithm.off_policy", "aorr.actor.tis_imp_ratio_cap", "algorithm.rollout_correction.*"),
     # Rollout.
