@@ -212,7 +212,9 @@ def reweighed(inputs: Path, output: Path) -> tuple[list[dict[str, float]], list[
                 file.unlink() if text is None else file.write_text(text)
             reported.append(job.begin(iteration))
             batch = job.rollout.generate(job.prompts.next_batch(3), num_samples=2)
-            lengths = torch.tensor([len(job.reward.sample(batch, row).response) for row in range(len(batch))])
+            lengths = torch.tensor(
+                [len(re.sub("<[a-z]+>", "s", job.reward.sample(batch, row).response)) for row in range(len(batch))]
+            )
             length, one = (reported[-1][f"reward/weight/{name}"] for name in ("length", "one"))
             errors.append((job.reward.wait(batch) - (length * lengths + one)).abs().tolist())
             assert torch.equal(batch["reward.length"], lengths.float()) and (batch["reward.one"] == 1).all()
