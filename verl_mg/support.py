@@ -227,7 +227,7 @@ class ModelSupport:
         yield logits if form and logits.works else Answer("backend fsdp", False, reason or logits.text)
         if form:
             rows = "packed" if form.is_packed else f"each by itself (packed: {form.reason})"
-            yield Answer("fsdp rows", True, f"{rows}, up to {longest} tokens")
+            yield Answer("rows on fsdp", True, f"{rows}, up to {longest} tokens")
 
         def check(text: str) -> None:
             layout = Layout.parse(text)

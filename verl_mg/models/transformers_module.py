@@ -27,6 +27,7 @@ RANKS_FILE, WHOLE_FILE = "tiktoken.model", "tokenizer.json"
 COUNT_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_OF_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
 WIDTH_OF_EXPERT = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
 Shapes = dict[str, tuple[int, ...]]
 BLOCKS, SCALES = "_blocks", "_scales"  # ends of the names of the two tensors that are one in MXFP4
 ELEMENTS_OF_BYTE = 2  # elements of a byte of MXFP4
@@ -160,7 +161,9 @@ def text_fields(config: PretrainedConfig) -> dict[str, Any]:
     """
     text = config.get_text_config(decoder=True)
     fields: dict[str, Any] = text.to_dict()
-    return fields | {usual: fields[name] for usual, name in text.attribute_map.items() if name in fields}
+    fields |= {usual: fields[name] for usual, name in text.attribute_map.items() if name in fields}
+    # Some families compute a size from other fields.
+    return fields | {name: getattr(text, name, None) for name in SIZES if fields.get(name) is None}
 
 
 def _experts(text: dict[str, Any], mixtures: frozenset[int]) -> ExpertsConfig | None:
