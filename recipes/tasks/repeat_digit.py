@@ -10,6 +10,7 @@ recipes/configs/repeat_digit/, and shows with it that its own objective improves
 import itertools
 import json
 import random
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,13 +22,15 @@ from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.rewards import Reward, Sample
 
 DIGITS, LENGTH = "0123456789", 6
+SPECIAL = re.compile("<[a-z]+>")  # which a policy of random weights writes as often as digits
 EMBEDDING = "model.embed_tokens.weight"
 
 
 def score(sample: Sample) -> Reward:
     """Returns a reward from -1 to 1, linear in the share of the six places that have the digit."""
-    right = sum(written == sample.prompt[-2] for written in sample.response[:LENGTH])
-    return Reward(2 * right / LENGTH - 1, {"right": right / LENGTH}, answer=sample.response[:LENGTH])
+    places = written_places(sample)
+    right = places.count(sample.prompt[-2])
+    return Reward(2 * right / LENGTH - 1, {"right": right / LENGTH}, answer=places)
 
 
 def shares(sample: Sample) -> Reward:
@@ -35,14 +38,20 @@ def shares(sample: Sample) -> Reward:
 
     A part, and the reward of the only turn, is the share of places with any digit.
     """
-    written = sample.response[:LENGTH]
+    written = written_places(sample)
     right, digits = (sum(place in wanted for place in written) / LENGTH for wanted in (sample.prompt[-2], DIGITS))
     return Reward(right, {"right": right, "digits": digits, "turn_1": digits}, answer=written)
 
 
 def first_digit(sample: Sample) -> Reward:
     """Returns 1 if the first place has the digit, else 0."""
-    return Reward(float(sample.response.startswith(sample.prompt[-2])), answer=sample.response[:LENGTH])
+    places = written_places(sample)
+    return Reward(float(places.startswith(sample.prompt[-2])), answer=places)
+
+
+def written_places(sample: Sample) -> str:
+    """Returns the characters of a response in the six places; special tokens, such as padding, take none."""
+    return SPECIAL.sub("", sample.response)[:LENGTH]
 
 
 def make(folder: Path, seed: int = 0) -> None:

@@ -22,6 +22,8 @@ Mode = Literal["strict", "loose"]
 # Time limit of a response; a usual one takes some hundredths of a second for each instruction.
 SECONDS = 20.0
 WORKERS = 4
+# Seed of the package's detector of languages, whose results otherwise differ from call to call.
+SEED = 0
 
 
 class Score:
@@ -58,16 +60,47 @@ class Score:
                 f"rewards.ifeval: {min(unknown)} is no instruction of {self._benchmark}. Set the option benchmark."
             )
         prompt, response = str(sample.record.get("prompt", "")), answer_part(sample.response)
-        reward = _pool(os.getpid()).score(self._benchmark, prompt, instructions, arguments, response)
+        reward = _pool(os.getpid(), self._benchmark).score(self._benchmark, prompt, instructions, arguments, response)
         if reward is None:
             return Reward(0.0, {f"{level}_{mode}": 0.0 for level in get_args(Level) for mode in get_args(Mode)})
         return Reward(reward.parts[self._value], reward.parts)
 
 
+def _evaluate(
+    benchmark: str, prompt: str, instructions: list[str], arguments: list[dict[str, Any]], response: str
+) -> Reward:
+    """Returns the reward of a response, with a part for each pair of level and mode; its value is the first part."""
+    import if_verifiable
+    from langdetect import DetectorFactory
+
+    DetectorFactory.seed = SEED
+    kind = if_verifiable.IFEvalSample if benchmark == "ifeval" else if_verifiable.IFBenchSample
+    record = kind(0, prompt, instructions, arguments)
+    try:
+        _, scores = if_verifiable.evaluate_output_for_sample(benchmark, record, response)
+    except Exception as error:
+        if type(error) is LookupError:  # of nltk, whose message is a page
+            raise UserError(
+                f"rewards.ifeval: data of nltk is missing ({str(error).strip().splitlines()[0]}). Run: python -m "
+                "nltk.downloader punkt punkt_tab averaged_perceptron_tagger_eng stopwords."
+            ) from None
+        raise UserError(
+            f"rewards.ifeval: the instructions {', '.join(instructions)} of the prompt {prompt[:60]!r} cannot be "
+            f"checked ({type(error).__name__}: {error}). Correct their kwargs."
+        ) from None
+    parts = {
+        "prompt_strict": scores.binary_strict,
+        "prompt_loose": scores.binary_loose,
+        "instruction_strict": scores.partial_strict,
+        "instruction_loose": scores.partial_loose,
+    }
+    return Reward(scores.binary_strict, parts)
+
+
 @functools.cache
-def _pool(pid: int) -> WorkerPool:
+def _pool(pid: int, benchmark: Benchmark) -> WorkerPool:
     """Returns the pool of the process `pid`: a forked process must not use its parent's."""
-    pool = WorkerPool("verl_mg.rewards.ifeval_worker:evaluate", WORKERS, SECONDS)
+    pool = WorkerPool(f"{__name__}:{_evaluate.__name__}", WORKERS, SECONDS, imports=(f"if_verifiable.{benchmark}",))
     atexit.register(pool.close)
     return pool
 

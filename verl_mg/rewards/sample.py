@@ -17,8 +17,8 @@ class Sample:
 
     prompt: str
     response: str
-    """What the policy wrote, without the end token, after what the chat template began of the reply; of an agent, its
-    last reply."""
+    """Text of the policy, of an agent its last reply: without the end token, after what the chat template began of the
+    reply."""
     answer: str | None  # answer of the record, unparsed; None where it has none
     record: dict[str, Any]
     finish: Literal["stop", "length", "abort"]

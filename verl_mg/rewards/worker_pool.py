@@ -42,11 +42,15 @@ GROW_SECONDS = 0.5
 # Address space of a worker; a formula may require more memory than the machine has.
 MEMORY_BYTES = 4 << 30
 PROGRAM = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
+import importlib, json, sys
+paths, function, imports = json.loads(sys.argv[1])
+sys.path[:] = paths
 from verl_mg.import_function import load_function
 from verl_mg.rewards.worker_pool import run_worker
-run_worker(load_function(sys.argv[2], "reward"))
+loaded = load_function(function, "reward")
+for name in imports:
+    importlib.import_module(name)
+run_worker(loaded)
 """
 
 
@@ -57,6 +61,7 @@ class WorkerPool:
     function: str  # `package.module:function` that returns a `Reward` for arguments that JSON has
     limit: int
     seconds: float  # time limit of one call; a worker that exceeds it is killed
+    imports: tuple[str, ...] = ()  # modules that the function uses, to be imported before the limit of a call begins
     _idle: queue.LifoQueue[_Worker] = field(default_factory=queue.LifoQueue)
     _count: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -100,7 +105,7 @@ class WorkerPool:
         with self._lock:
             self._count += 1
         try:
-            return _Worker(self.function)
+            return _Worker(self.function, self.imports)
         except BaseException:
             with self._lock:
                 self._count -= 1
@@ -115,10 +120,10 @@ class WorkerPool:
 class _Worker:
     """One worker process; a request and its response are one line of JSON each."""
 
-    def __init__(self, function: str) -> None:
+    def __init__(self, function: str, imports: Sequence[str]) -> None:
         # A plain interpreter: `multiprocessing` and the pools built on it (`concurrent.futures`, pebble) run the user's
         # main script again with "spawn", and copy the locks of a process with many threads with "fork".
-        command = [sys.executable, "-c", PROGRAM, json.dumps(sys.path), function]
+        command = [sys.executable, "-c", PROGRAM, json.dumps([sys.path, function, imports])]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout

@@ -191,7 +191,7 @@ def restore(job: RunningJob, folder: Path, recipe: str) -> int:
 
 
 def _report_changed_tests(job: RunningJob, state: JobState, folder: Path) -> None:
-    # One line and no error: training goes on as before, only its evaluations are of other prompts.
+    # One line and no error: the training is the same, only its evaluations are of other prompts.
     now = job.test_prompts.digests if job.test_prompts and dist.get_rank() == 0 else {}
     for name in now:
         if state.test_records.get(name, now[name]) != now[name]:
