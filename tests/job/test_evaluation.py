@@ -1,5 +1,6 @@
 """What a job says of held-out prompts, what it learns of its own, and weights of rewards that change on the way."""
 
+import re
 import warnings
 from pathlib import Path
 

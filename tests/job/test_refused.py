@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,9 +18,12 @@ from verl_mg.engines.engine_options import EngineCase
 from verl_mg.engines.kinds import ENGINES, PROCESSES
 from verl_mg.errors import UserError
 from verl_mg.job.engine_checks import MODEL_REFUSALS, ModelCase, check_engines
-from verl_mg.layout import EngineLayout
+from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.hf_config import parse_config
 from verl_mg.recipes.common.kl import KLConfig
+from verl_mg.reshard.encode import check_engine_blocks
+from verl_mg.reshard.encoding import encoding_of
+from verl_mg.sharding.traced_table import TracedTable
 from verl_mg.sharding.weight_table import weight_table
 
 SIZES = {"model_type": "qwen3", "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -218,6 +223,19 @@ def test_check_engines_possible_configurations_are_accepted(on_gpus):
 def test_check_engines_parts_of_quantized_blocks_are_refused(on_gpus, rollout, ffn, message):
     with pytest.raises(UserError, match=message):
         check({"intermediate_size": ffn}, **rollout)
+
+
+def test_check_engines_quantized_weights_that_the_engine_transposes_are_refused(on_gpus):
+    table, layout = table_of({"intermediate_size": 512}), EngineLayout()
+    shards = table.for_engine("sglang").engine_shards(layout, 0)
+    name = "model.layers.0.mlp.down_proj.weight"
+    shards |= {name: replace(shards[name], order=(1, 0))}
+    traced = TracedTable("Qwen3ForCausalLM", "sglang", "", layout, (shards,))
+    target = table.for_engine("sglang").with_traced(traced, Path("table.json")).shard_map_engine(
+        EnginePlacement(layout, (0,))
+    )
+    with pytest.raises(UserError, match=f"{name}: the engine has {name} transposed, .* Write rollout.wire=cast."):
+        check_engine_blocks(table, target, encoding_of("fp8_block"), [0])
 
 
 def test_check_engines_reports_what_the_configuration_alone_forbids_first(on_gpus, monkeypatch):

@@ -32,10 +32,11 @@ def traces():
 
 
 def comparable(shards: dict[str, Shard]) -> dict[str, object]:
-    """Shapes, pieces and padding; the order of pieces is irrelevant."""
+    """Shapes, orders of dimensions, pieces and padding; the order of pieces is irrelevant."""
     return {
         name: (
             shard.shape,
+            shard.order,
             sorted((piece.tensor, piece.source, piece.target) for piece in shard.pieces),
             sorted(shard.padding),
         )

@@ -14,7 +14,8 @@ from tests.helpers.traces import change_config, folder_of, needs_sglang, needs_v
 from verl_mg.cli import main
 from verl_mg.engines.kinds import ProcessKind
 from verl_mg.engines.tracing import tracer
-from verl_mg.engines.tracing.position_codes import PositionCodes
+from verl_mg.engines.tracing.position_codes import BASE, PositionCodes
+from verl_mg.engines.tracing.trace_rank import traced_shards
 from verl_mg.engines.tracing.tracer import TracedEngine, trace, write_trace
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
@@ -82,6 +83,29 @@ def test_checkpoint_shapes_of_a_broken_directory_name_it(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"no")
     with pytest.raises(UserError, match="model.safetensors: not a readable safetensors file"):
         checkpoint_shapes(tmp_path)
+
+
+class WithBuffers(torch.nn.Module):
+    """A model whose loader finds parameters and buffers by their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(BASE))
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("bias", torch.zeros(3), persistent=False)
+        self.register_buffer("angles", torch.arange(3.0))
+
+    def load_weights(self, tensors):
+        for name, tensor in tensors:
+            getattr(self, name).data.copy_(tensor)
+
+
+def test_traced_shards_have_the_buffers_that_a_loader_fills():
+    """Before it is loaded, the scale has the value of its code in the first pass."""
+    shapes = {"weight": (BASE,), "scale": (1,), "bias": (3,)}
+    codes = PositionCodes(shapes)
+    assert codes.tensor("scale", 0) == 1
+    assert traced_shards(WithBuffers(), codes, {}) == {name: whole(name, shape) for name, shape in shapes.items()}
 
 
 # -- SGLang ------------------------------------------------------------------------------------------------------

@@ -124,22 +124,7 @@ def run_scheduler(*arguments: Any) -> None:
     # GPU-RAN: h200-1, h100-1
     if not torch.cuda.is_available():
         _do_without_gpu()
-    draw_from_vocabulary()
     run_scheduler_process(*arguments)
-
-
-def draw_from_vocabulary() -> None:
-    """Excludes rows that SGLang adds to a vocabulary from drawing, whether or not a model class cuts their logits."""
-    from sglang.srt.layers.sampler import Sampler
-
-    forward = Sampler.forward
-
-    def forward_of_vocabulary(self: Any, output: Any, sampling: Any, *rest: Any, **options: Any) -> Any:
-        # A padding row has zeros, whose logit of 0 is higher than that of most tokens.
-        output.next_token_logits = output.next_token_logits[..., : sampling.vocab_size]
-        return forward(self, output, sampling, *rest, **options)
-
-    library().replace(Sampler, forward=forward_of_vocabulary)
 
 
 def _do_without_gpu() -> None:

@@ -54,7 +54,7 @@ def main(engine: EngineName, folder: Path, rank: int) -> int:
         codes = PositionCodes({name: tuple(shape) for name, shape in job["shapes"].items()})
         try:
             with unloaded_model(job["model"], layout, rank, folder / f"{number}.store") as model:
-                write_rank_shards(folder / result_name(number, rank), _traced(model, codes, job["stacks"]))
+                write_rank_shards(folder / result_name(number, rank), traced_shards(model, codes, job["stacks"]))
         except Exception as error:
             traceback.print_exc()
             with replacing(folder / error_name(number, rank)) as file:  # the tracer polls for it
@@ -83,20 +83,22 @@ def checkpoint(codes: PositionCodes, number: int, stacks: Mapping[str, Sequence[
 
 
 @torch.no_grad()
-def _traced(model: Any, codes: PositionCodes, stacks: Mapping[str, Sequence[str]]) -> dict[str, Shard]:
+def traced_shards(model: Any, codes: PositionCodes, stacks: Mapping[str, Sequence[str]]) -> dict[str, Shard]:
     """Returns the shard of each parameter, and of each buffer that the model's loader fills."""
     parameters = dict(model.named_parameters())
     # Whether a buffer is saved says nothing: a loader finds buffers by their names. Those that it leaves as they are,
     # such as tables of angles, are no weights.
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    tensors: dict[str, Tensor] = parameters
+    tensors = dict(parameters)
     passes: dict[str, list[Tensor]] = defaultdict(list)
     for number in range(codes.passes):
         for tensor in tensors.values():
             tensor.fill_(UNWRITTEN)  # also what the last pass has written
         model.load_weights(checkpoint(codes, number, stacks))
-        if not number:
-            tensors = parameters | _filled_buffers(model, before)
+        # A scale may have had the value of its code: such a buffer is found in a later pass.
+        for name, buffer in _filled_buffers(model, before).items():
+            if name not in tensors:
+                tensors[name], passes[name] = buffer, [before[name]] * number
         for name, tensor in tensors.items():
             passes[name].append(tensor.clone())
     unwritten = [name for name in parameters if not is_written(passes[name])]

@@ -13,7 +13,6 @@ All imports are inside of functions, which run in vLLM's processes.
 | `derive_weights` | W_UK_T, W_UV, sinks in float32 follow an update | derives weights in other layers |
 | `StagedExperts` | experts in the order of a kernel of the CPU | has other kernels |
 | `register_adapters` | adapters from memory, not from a file | has another manager of adapters |
-| `draw_from_vocabulary` | padding rows of a vocabulary are never drawn | computes logits elsewhere |
 | `RoutingRecorder` | experts of each token on the CPU, where vLLM does not return them | has other layers or batches |
 | `return_full_logprobs` | log-probs before top-k and top-p, after temperature | has other samplers |
 | `unloaded_model` | traces of its weight loader | builds models otherwise |
@@ -145,19 +144,6 @@ def take_share_of_free_memory() -> None:
         return request(snapshot, *rest)
 
     library().replace(gpu_worker, request_memory=request_of_free)
-
-
-def draw_from_vocabulary(runner: Any) -> None:
-    """Excludes rows that vLLM adds to a vocabulary from drawing, whether or not a model class cuts their logits."""
-    model, vocab = runner.model, runner.model_config.get_vocab_size()
-    compute = model.compute_logits
-
-    def compute_of_vocabulary(*arguments: Any, **options: Any) -> Any:
-        # A padding row has zeros, whose logit of 0 is higher than that of most tokens.
-        logits = compute(*arguments, **options)
-        return None if logits is None else logits[..., :vocab]  # only one rank may have the logits
-
-    library().replace(model, compute_logits=compute_of_vocabulary)
 
 
 def derive_weights(runner: Any) -> None:

@@ -38,7 +38,6 @@ class WorkerExtension:
         """Adapts the worker, once after the start, and returns the names of its kernels of attention."""
         runner = self.model_runner
         if runner.sampler is not None:  # the last pipeline stage's
-            internals.draw_from_vocabulary(runner)
             internals.return_full_logprobs(runner)
         self._written: set[str] = set()
         # GPU: experts are written where Triton's kernel reads them, and stages make their inputs in the warm-up.
