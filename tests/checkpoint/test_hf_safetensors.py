@@ -54,7 +54,7 @@ def test_checkpoint_writer_boxes_of_two_processes_form_the_tensors(tmp_path, ten
 
 
 def test_checkpoint_writer_keeps_tensors_that_are_float32(tmp_path, tensors):
-    writer = CheckpointWriter(tmp_path, WHOLE, torch.bfloat16, float32=["b"])
+    writer = CheckpointWriter(tmp_path, WHOLE, torch.bfloat16, dtypes={"b": torch.float32})
     writer.create()
     for name, tensor in tensors.items():
         writer.write(name, full_box(tensor.shape), tensor)

@@ -83,7 +83,7 @@ def test_plan_lower_bound_and_traffic_are_the_missing_elements(case, itemsize):
     source, target, node, tensors = case
     moved = plan(source, target, node)
     traffic = moved.traffic(itemsize)
-    float32 = {n for name, i in source.tensors.items() if i.float32 for n in tensors[name].flatten().tolist()}
+    float32 = {n for name, i in source.tensors.items() if i.dtype for n in tensors[name].flatten().tolist()}
     needed, held = ({rank: elements_of(side, rank, tensors) for rank in traffic} for side in (target, source))
     sent, entered = 0, 0
     for rank in traffic:

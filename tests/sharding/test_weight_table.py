@@ -287,14 +287,14 @@ def test_tensors_of_an_indexer_are_frozen_and_partly_unquantized():
     names = {f"{prefix}{name}" for name in ("wq_b.weight", "wk.weight", "weights_proj.weight")}
     assert names < table.indexers and len(table.indexers) == 4 * 5
     assert {name for name in names if name in table.unquantized} == {prefix + "weights_proj.weight"}
-    assert {name.rsplit(".", 1)[0] for name in table.indexers if table.tensor_index.tensors[name].float32} == {
+    assert {name.rsplit(".", 1)[0] for name in table.indexers if table.tensor_index.tensors[name].dtype} == {
         f"model.layers.{layer}.self_attn.indexer.k_norm" for layer in range(4)
     }
 
 
 def test_tensor_index_only_router_bias_is_float32():
     tensors = weight_table(config("deepseek_v3")).tensor_index.tensors
-    names = {name for name, info in tensors.items() if info.float32}
+    names = {name for name, info in tensors.items() if info.dtype}
     assert names == {f"model.layers.{layer}.mlp.gate.e_score_correction_bias" for layer in (1, 2, 3)}
 
 

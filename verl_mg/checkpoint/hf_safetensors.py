@@ -159,7 +159,7 @@ def load_shards(reader: CheckpointReader, shards: Mapping[str, Shard], parameter
 
 
 class CheckpointWriter:
-    """Writer of a model directory by many processes; `copies` repeat other tensors, `float32` keep this type."""
+    """Writer of a model directory by many processes; `copies` repeat other tensors, some have their own of `dtypes`."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class CheckpointWriter:
         file_bytes: int = 5 * 10**9,
         copies: Mapping[str, str] | None = None,
         stacked: Mapping[str, StackedTensor] | None = None,
-        float32: Collection[str] = (),
+        dtypes: Mapping[str, torch.dtype] | None = None,
         untrained: UntrainedTensors | None = None,
     ) -> None:
         self.folder = Path(folder)
@@ -179,7 +179,7 @@ class CheckpointWriter:
             place = self._stacked.get(tensor)
             self._shapes[place.name if place else tensor] = place.shape if place else shard.shape
         self._shapes |= {name: self._shapes[original] for name, original in self._copies.items()}
-        self._dtypes = dict.fromkeys(self._shapes, dtype) | dict.fromkeys(float32, torch.float32)
+        self._dtypes = dict.fromkeys(self._shapes, dtype) | dict(dtypes or {})
         groups = split_by_size(self._shapes, dtype.itemsize, file_bytes)
         # Separate files, whose bytes one process copies before the others write.
         if untrained and untrained.shapes:

@@ -110,8 +110,9 @@ class ModelDirectory:
         """Returns whether the directory has a stacked tensor in MXFP4."""
         return packed_names(place.name)[0] in self.file_of
 
-    def check(self, shapes: Mapping[str, Shard]) -> None:
+    def check(self, shapes: Mapping[str, Shard], dtypes: Mapping[str, torch.dtype] | None = None) -> None:
         """Raises a UserError for the first tensor of another name, shape or dtype; reads each file's header once."""
+        integers = {name: DTYPE_NAMES[each] for name, each in (dtypes or {}).items() if not each.is_floating_point}
         stacks = {place.name: place for name in shapes if (place := self.stacked.get(name))}
         for place in stacks.values():
             if self.is_packed(place):
@@ -123,7 +124,13 @@ class ModelDirectory:
             name = self.file_of[tensor]
             if stored.shape != shape:
                 raise self._unfit_shape(tensor, stored.shape, shape)
-            if stored.dtype == FP8 and tensor not in stacks:
+            if needed := integers.get(tensor):
+                if stored.dtype != needed:
+                    raise UserError(
+                        f"{self.folder / name}: tensor {tensor!r} is {stored.dtype}, but {needed} is needed. "
+                        "Download the model again."
+                    )
+            elif stored.dtype == FP8 and tensor not in stacks:
                 self._check_scales(tensor, stored)
             elif stored.dtype not in _FLOATS:
                 raise UserError(
@@ -223,9 +230,10 @@ class ModelDirectories:
         shapes: Mapping[str, Shard],
         optional: frozenset[str] = frozenset(),
         stacked: Mapping[str, StackedTensor] | None = None,
+        dtypes: Mapping[str, torch.dtype] | None = None,
     ) -> ModelDirectory:
         """Returns the files of tensors, of which some are `optional`, after rank 0 has checked them; a collective."""
-        packed = self._checked(folder, shapes, optional, stacked).packed() if dist.get_rank() == 0 else b""
+        packed = self._checked(folder, shapes, optional, stacked, dtypes).packed() if dist.get_rank() == 0 else b""
         # The others wait here, so they open no file of a directory that has not been checked.
         return ModelDirectory.unpacked(folder, broadcast_bytes(packed), stacked)
 
@@ -235,6 +243,7 @@ class ModelDirectories:
         shapes: Mapping[str, Shard],
         optional: frozenset[str],
         stacked: Mapping[str, StackedTensor] | None,
+        dtypes: Mapping[str, torch.dtype] | None,
     ) -> ModelDirectory:
         if not shapes:
             return ModelDirectory(folder, {})
@@ -243,7 +252,7 @@ class ModelDirectories:
         directory = self._by_folder[folder]
         absent = optional - directory.file_of.keys()  # such as a value head, which then gets initial values
         present = {name: shard for name, shard in shapes.items() if name not in absent}
-        directory.check(present)
+        directory.check(present, dtypes)
         # Only the requested tensors and what they are read from travel to the other ranks.
         file_of: dict[str, str] = {}
         for name in present:

@@ -293,7 +293,7 @@ def _load(module: Any, weights: Mapping[str, Tensor], splits: Mapping[str, Param
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 if parameter not in made:  # a tied parameter stays one
-                    made[parameter] = nn.Parameter(torch.empty_like(parameter, device=place))
+                    made[parameter] = nn.Parameter(torch.empty_like(parameter, device=place), parameter.requires_grad)
                 part._parameters[name] = made[parameter]
     with torch.no_grad():
         kept = module.state_dict(keep_vars=True)

@@ -20,6 +20,7 @@ from verl_mg.errors import UserError
 from verl_mg.fsdp.model import HEAD, generic, takes
 from verl_mg.fsdp.output import body_of
 from verl_mg.models.shrunk_config import LONGEST_ROW, shrink
+from verl_mg.models.tiny_model import CHOICES
 from verl_mg.models.transformers_module import module_class, read_module_config
 from verl_mg.sharding.model_table import Head
 
@@ -146,7 +147,7 @@ class FamilyReference:
         trained = dict(module.named_parameters())
         with torch.no_grad():
             for name, tensor in {**trained, **module.state_dict(keep_vars=True)}.items():
-                if tensor.is_floating_point() and (name in trained or not isinstance(tensor, nn.Parameter)):
+                if name in trained or not isinstance(tensor, nn.Parameter):
                     _vary(tensor, generator)
         module.get_input_embeddings().padding_idx = None  # as in `module_of`
         return module.to(device.current_device()).eval()
@@ -160,6 +161,9 @@ class FamilyReference:
 
 def _vary(tensor: Tensor, generator: torch.Generator) -> None:
     """Gives matrices the size with which they pass on what they are given, and varies everything else."""
+    if not tensor.is_floating_point():
+        tensor.copy_(torch.randint(CHOICES, tensor.shape, generator=generator))
+        return
     # The usual random values are so small that even a missing mask hardly changes an output.
     noise = torch.randn(tensor.shape, generator=generator)
     mean, spread = float(tensor.mean()), float(tensor.std()) if tensor.numel() > 1 else 0.0

@@ -256,7 +256,7 @@ def fit_expert_kernels(module: Any) -> None:
 def shard_over_data(
     packed: PackedModule, groups: MeshGroups, options: FsdpConfig, dtype: torch.dtype, whole: frozenset[str]
 ) -> None:
-    """Shards all parameters but `whole` and numbers over the data-parallel ranks, and allocates this rank's part."""
+    """Shards the parameters, see `is_whole`, over the data-parallel ranks, and allocates this rank's part."""
     module, place = packed.module, device.current_device()
     # GPU: weights in host memory are pinned.
     # GPU-TEST: tests/fsdp/test_fake_cuda.py::test_weights_in_host_memory_train_as_those_on_the_device
@@ -272,7 +272,7 @@ def shard_over_data(
         cast_forward_inputs=False,
     )
     sharding = groups.ranks.shape[1]
-    kept = {parameter for name, parameter in module.named_parameters() if name in whole or not parameter.dim()}
+    kept = {parameter for name, parameter in module.named_parameters() if name in whole or is_whole(parameter)}
     shared: dict[str, Any] = {
         "mesh": groups.data_mesh,
         "mp_policy": precision,
@@ -293,6 +293,12 @@ def shard_over_data(
     packed._apply(lambda tensor: torch.empty_like(tensor, device=where) if tensor.is_meta else tensor)
 
 
+def is_whole(parameter: Tensor) -> bool:
+    """Returns whether each data-parallel rank has the whole parameter: a number, or a table of integers."""
+    # Gathered copies of what is sharded are cast to the dtype of the model.
+    return not parameter.dim() or not parameter.is_floating_point()
+
+
 def shard_dim(parameter: Tensor, sharding: int) -> int:
     """Returns the dimension that the sharding ranks divide: the first, or the second where the first is too short."""
     shape = tuple(parameter.shape)
@@ -305,7 +311,7 @@ def parameter_splits(module: Any, sharding: int, whole: frozenset[str] = frozens
     """Returns how each parameter and buffer is divided: after `shard_tensors`, before `shard_over_data`."""
     splits = {name: ParameterSplit() for name, _ in module.named_buffers()}
     for name, parameter in module.named_parameters():
-        dim = None if name in whole or not parameter.dim() else shard_dim(parameter, sharding)
+        dim = None if name in whole or is_whole(parameter) else shard_dim(parameter, sharding)
         splits[name] = ParameterSplit.of(parameter, dim)
     return splits
 

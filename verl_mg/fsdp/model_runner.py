@@ -241,10 +241,10 @@ class FsdpRunner(Runner):
         return merged.to(self.dtype) if self._is_cast(name, merged) else merged
 
     def _is_cast(self, name: str, tensor: Tensor) -> bool:
-        """Returns whether a parameter is sent in `dtype`: all but those that are float32 in every runtime."""
+        """Returns whether a parameter is sent in `dtype`: all but those that have their own in every runtime."""
         pieces = self._shard_map.shards(dist.get_rank())[name].pieces
         tensors = self.table.tensor_index.tensors
-        return tensor.dtype is not self.dtype and not any(tensors[piece.tensor].float32 for piece in pieces)
+        return tensor.dtype is not self.dtype and not any(tensors[piece.tensor].dtype for piece in pieces)
 
     def _rows(self, name: str) -> slice:
         """Returns the rows of a matrix of the module that this rank has."""

@@ -17,12 +17,11 @@ class TensorInfo:
 
     position: int  # position in the order in which tensors are stored and moved
     shape: tuple[int, ...]
-    float32: bool = False  # whether the tensor is float32 in every runtime
-    dtype: torch.dtype | None = None  # dtype in which the tensor travels, where it is not the model's
+    dtype: torch.dtype | None = None  # dtype in which the tensor is stored and travels; None: the model's
 
     def wire_dtype(self, default: torch.dtype) -> torch.dtype:
         """Returns the dtype in which the tensor travels; `default`: the dtype of the model."""
-        return torch.float32 if self.float32 else self.dtype or default
+        return self.dtype or default
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +44,8 @@ class TensorEntry:
 
     @property
     def is_layer_matrix(self) -> bool:
-        """Whether it is a matrix inside the layers: not the embedding, the output layer, a norm or a bias."""
-        return self.layer is not None and len(self.tensor.shape) == 2
+        """Whether it is a matrix inside the layers: not the embedding, the output layer, a norm, a bias or a table."""
+        return self.layer is not None and len(self.tensor.shape) == 2 and not self.tensor.is_integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +59,14 @@ class TensorIndex:
     def tensors(self) -> dict[str, TensorInfo]:
         """The properties of every tensor on which all ranks agree."""
         return {
-            name: TensorInfo(entry.position, entry.tensor.shape, entry.tensor.float32)
+            name: TensorInfo(entry.position, entry.tensor.shape, entry.tensor.dtype)
             for name, entry in self.entries.items()
         }
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Dtypes of the tensors that have their own."""
+        return {name: info.dtype for name, info in self.tensors.items() if info.dtype}
 
     @cached_property
     def stacked(self) -> dict[str, StackedTensor]:

@@ -234,11 +234,16 @@ def mixture_fields(
     return fields
 
 
+CHOICES = 2  # values of a table of integers: every table of things to choose from has two
+
+
 @torch.no_grad()
 def perturb_vectors(model: torch.nn.Module, std: float = 0.05) -> None:
-    """Adds noise to norms and biases, which start at one or zero, so that a comparison of two models covers them."""
+    """Varies what starts at one or zero, so that a comparison of two models covers it: norms, biases and tables."""
     for name, tensor in model.state_dict().items():  # a router's bias is a buffer
-        if tensor.dim() == 1 or name.endswith("_bias"):
+        if not tensor.is_floating_point():
+            tensor.random_(CHOICES)
+        elif tensor.dim() == 1 or name.endswith("_bias"):
             tensor.add_(torch.randn_like(tensor), alpha=std)
         if name.endswith(".A_log"):  # slower decay, so that the state of linear attention lasts for several tokens
             tensor.sub_(3.0)

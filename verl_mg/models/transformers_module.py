@@ -186,9 +186,7 @@ def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = No
     """Returns names and shapes of the checkpoint's tensors, sorted; the module's where no safetensors file exists."""
     model_dir = Path(model_dir)
     shapes: Shapes = {}
-    files = weight_map(model_dir)
-    named = None if files is None else [model_dir / name for name in sorted(set(files.values()))]
-    for path in sorted(model_dir.glob("*.safetensors")) if named is None else named:
+    for path in _weight_files(model_dir):
         try:
             with safe_open(path, framework="pt") as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -199,6 +197,22 @@ def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = No
     if not shapes:
         shapes = _saved_shapes(module if module is not None else meta_module(read_module_config(model_dir), model_dir))
     return dict(sorted(shapes.items()))
+
+
+def stored_dtypes(model_dir: Path, names: frozenset[str]) -> dict[str, torch.dtype]:
+    """Returns the dtypes in which the files of a directory have tensors, of those that they have."""
+    dtypes: dict[str, torch.dtype] = {}
+    for path in _weight_files(model_dir) if names else ():
+        with safe_open(path, framework="pt") as file:
+            dtypes |= {name: file.get_tensor(name).dtype for name in names.intersection(file.keys())}
+    return dtypes
+
+
+def _weight_files(model_dir: Path) -> list[Path]:
+    files = weight_map(model_dir)
+    if files is None:
+        return sorted(model_dir.glob("*.safetensors"))
+    return [model_dir / name for name in sorted(set(files.values()))]
 
 
 def _unpacked(shapes: Shapes) -> Shapes:

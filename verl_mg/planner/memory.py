@@ -37,7 +37,7 @@ class Elements:
 
     dense: int  # number of bf16 elements outside of experts
     experts: int  # number of bf16 elements of experts
-    float32: int  # number of float32 elements (router biases), which have no gradient
+    other_bytes: int  # bytes of parameters with their own dtype (router biases, tables), which have no gradient
     vocabulary: int = 0  # number of the dense elements that are of the embedding or the output layer
 
     @property
@@ -47,29 +47,31 @@ class Elements:
 
     def bytes(self, weight_bytes: int) -> int:
         """Returns the bytes of the weights of one rank; `weight_bytes`: of one weight that may be bf16."""
-        return weight_bytes * self.trained + FLOAT32_BYTES * self.float32
+        return weight_bytes * self.trained + self.other_bytes
 
 
 def elements(weights: ModelTable, shard_map: ShardMap, rank: int) -> Elements:
     """Counts the elements of one rank's shards."""
     # Shards of the table that a job uses: so padding, copies of tied embeddings and replicated heads are counted.
-    counts = {"dense": 0, "experts": 0, "float32": 0}
+    counts = {"dense": 0, "experts": 0, "other_bytes": 0}
     entries = weights.tensor_index.entries
     outside = {name for name, entry in entries.items() if entry.layer is None and len(entry.tensor.shape) == 2}
     vocabulary = 0
     for shard in shard_map.shards(rank).values():
-        counts[_kind(weights, shard)] += math.prod(shard.shape)
+        kind, itemsize = _kind(weights, shard)
+        counts[kind] += itemsize * math.prod(shard.shape)
         vocabulary += math.prod(shard.shape) if any(piece.tensor in outside for piece in shard.pieces) else 0
     return Elements(**counts, vocabulary=vocabulary)
 
 
-def _kind(weights: ModelTable, shard: Shard) -> str:
+def _kind(weights: ModelTable, shard: Shard) -> tuple[str, int]:
+    """Returns the field of `Elements` in which a shard is counted, and the count of an element."""
     if not shard.pieces:
-        return "dense"  # all padding, which only vocabularies have
+        return "dense", 1  # all padding, which only vocabularies have
     entry = weights.tensor_index.entries[shard.pieces[0].tensor]
-    if entry.tensor.float32:
-        return "float32"
-    return "experts" if entry.of_experts else "dense"
+    if entry.tensor.dtype:
+        return "other_bytes", entry.tensor.dtype.itemsize
+    return ("experts" if entry.of_experts else "dense"), 1
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def rollout_memory(inputs: PlanInputs, layout: EngineLayout, limit: float | None
     per_token = tuple(kv_bytes(inputs.weights, layout, stage) for stage in range(layout.pp))
     if inputs.wire == "cast":
         item = inputs.rollout_bytes
-        stages = tuple(EngineBytes(item * e.dense + FLOAT32_BYTES * e.float32, item * e.experts) for e in counted)
+        stages = tuple(EngineBytes(item * e.dense + e.other_bytes, item * e.experts) for e in counted)
     else:
         stages = _quantized_stages(inputs.weights, layout, inputs.wire)
     return RolloutMemory(layout, counted, inputs.usable if limit is None else limit, per_token, stages)

@@ -32,8 +32,6 @@ from verl_mg.sharding.boxes import Box, full_box, intersect, numel, translate_bo
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, Replicas, ShardMap
 
-FLOAT32_BYTES = 4
-
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
@@ -113,7 +111,7 @@ class Plan:
 
         Args:
             rank: global rank.
-            itemsize: bytes of an element on the wire, except for tensors that stay float32.
+            itemsize: bytes of an element on the wire, except for tensors that have their own dtype.
         """
         needed: dict[str, set[Box]] = defaultdict(set)
         for shard in self.target.shards(rank).values():
@@ -131,7 +129,7 @@ class Plan:
         """Returns the bytes of every rank of source and target.
 
         Args:
-            itemsize: bytes of an element on the wire, except for tensors that stay float32.
+            itemsize: bytes of an element on the wire, except for tensors that have their own dtype.
         """
         moved: dict[BoxRouting, int] = defaultdict(int)
         needed: dict[Ranks, int] = defaultdict(int)
@@ -165,11 +163,9 @@ class Plan:
 
         Args:
             tensor: Hugging Face name.
-            itemsize: bytes of an element of tensors that need not stay float32.
+            itemsize: bytes of an element of tensors that have the dtype of the model.
         """
         info = self.source.tensors[tensor]
-        if info.float32:
-            return FLOAT32_BYTES
         return info.dtype.itemsize if info.dtype else itemsize
 
     def position(self, tensor: str) -> int:
@@ -180,7 +176,7 @@ class Plan:
         """Returns the epochs in which the tensors travel, the same for all ranks.
 
         Args:
-            itemsize: bytes of an element on the wire, except for tensors that stay float32.
+            itemsize: bytes of an element on the wire, except for tensors that have their own dtype.
             bucket_bytes: bytes that a rank may send and receive in an epoch.
         """
         key = itemsize, bucket_bytes

@@ -58,7 +58,10 @@ BUCKET_BYTES = 128 * 2**20  # default size of a bucket in bytes
 FORMAT = 2  # number of the format; it changes with the fields
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int32)
+    for dtype in (
+        *(torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+        *(torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool),
+    )
 }
 """Dtypes in which weights travel, by their names in the text."""
 

@@ -219,7 +219,7 @@ class TrainableRole(Role):
             dtype,
             copies=copied_tensors(table.config),
             stacked=table.tensor_index.stacked,
-            float32=[name for name, tensor in table.tensor_index.tensors.items() if tensor.float32],
+            dtypes=table.tensor_index.dtypes,
             untrained=_untrained_tensors(model_dir, table),
         )
         adapter_writer = AdapterWriter(partial / ADAPTER_FOLDER, lora.shapes, dtype) if lora else None

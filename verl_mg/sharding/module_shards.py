@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from verl_mg.errors import UserError
-from verl_mg.models.transformers_module import checkpoint_shapes, meta_module, read_module_config
+from verl_mg.models.transformers_module import checkpoint_shapes, meta_module, read_module_config, stored_dtypes
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.symbolic_tensor import SymbolicTensor, shard_of
 
@@ -39,7 +39,7 @@ class ModuleShards:
     text: frozenset[str]  # names of the shards that text passes through, without a vision tower and its projection
     linear: frozenset[str]  # names of the shards that are weights of linear layers, without the output layer
     constant: frozenset[str]  # names of the shards without a gradient
-    float32: frozenset[str]  # names of the shards that are float32 in every runtime
+    dtypes: Mapping[str, torch.dtype]  # dtypes, by name, of the shards that have their own in every runtime
 
 
 def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards:
@@ -56,7 +56,7 @@ def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards
     untied = [name for name in state if name not in tied]
     embedding, output = _ends(module)
     text = (*output, f"{_name_of(module, module.get_decoder())}.")
-    float32 = frozenset(_float32(module, untied))
+    dtypes = dict(_own_dtypes(module, untied))
     parts = module.named_modules()
     linear = frozenset(f"{name}.weight" for name, part in parts if isinstance(part, torch.nn.Linear)) - output
     constant = frozenset(name for name in untied if not state[name].requires_grad)
@@ -67,7 +67,9 @@ def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards
         if source not in filled and name in filled:  # the checkpoint has the tensor under its other name
             filled[source] = filled[name]
     left_out = output if headless else frozenset()
-    missing = [name for name in untied if name not in filled and name not in left_out and name not in constant]
+    # A constant that the files do not have is computed, but for a table: nothing else knows it.
+    computed = {name for name in constant if state[name].is_floating_point()}
+    missing = [name for name in untied if name not in filled and name not in left_out and name not in computed]
     if missing:
         raise UserError(
             f"{model_dir}: the checkpoint has no tensor for the parameter {missing[0]} of transformers' module"
@@ -84,7 +86,7 @@ def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards
         frozenset(name for name in shards if name.startswith(text)),
         linear & shards.keys(),
         constant & shards.keys(),
-        float32 & shards.keys(),
+        {name: dtype for name, dtype in dtypes.items() if name in shards} | _integers(model_dir, shards, dtypes),
     )
 
 
@@ -102,15 +104,31 @@ def _name_of(module: PreTrainedModel, part: torch.nn.Module) -> str:
     return next(name for name, other in module.named_modules() if other is part)
 
 
-def _float32(module: PreTrainedModel, names: list[str]) -> Iterator[str]:
-    """Yields the names that are float32 in a bfloat16 module, by themselves or because `transformers` keeps them so."""
+def _own_dtypes(module: PreTrainedModel, names: list[str]) -> Iterator[tuple[str, torch.dtype]]:
+    """Yields what a bfloat16 module has in another dtype, by itself or because `transformers` keeps it in float32."""
     from transformers.core_model_loading import build_glob_alternation
 
     state, kept = module.state_dict(keep_vars=True), list(module._get_dtype_plan(torch.bfloat16))
     pattern = build_glob_alternation(kept)[0] if kept else None
     for name in names:
-        if state[name].dtype == torch.float32 or (pattern and pattern.search(name)):
-            yield name
+        if not state[name].is_floating_point():
+            yield name, state[name].dtype
+        elif state[name].dtype == torch.float32 or (pattern and pattern.search(name)):
+            yield name, torch.float32
+
+
+def _integers(
+    model_dir: Path, shards: Mapping[str, Shard], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, torch.dtype]:
+    """Returns the dtypes of tables of integers in the files, where all values of them are also of the module's."""
+    tensors = {
+        name: shards[name].pieces[0].tensor
+        for name, dtype in dtypes.items()
+        if name in shards and not dtype.is_floating_point
+    }
+    stored = stored_dtypes(model_dir, frozenset(tensors.values()))
+    found = {name: stored.get(tensor, dtypes[name]) for name, tensor in tensors.items()}
+    return {name: dtype for name, dtype in found.items() if torch.promote_types(dtype, dtypes[name]) == dtypes[name]}
 
 
 def _load(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], model_dir: Path) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+import torch
+
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.hf_config import HFConfig, read_config
@@ -45,10 +47,11 @@ class ModuleTable(ModelTable):
         """Tensors of the checkpoint by name, in the order of the built-in table if there is one, else the module's."""
         if self.builtin:
             return self.builtin.tensor_index
-        float32, vision = self._tensors_of(self.module.float32), self._tensors_of(self.vision_parameters)
+        vision, shards = self._tensors_of(self.vision_parameters), self.module.shards
+        dtypes = {p.tensor: dtype for name, dtype in self.module.dtypes.items() for p in shards[name].pieces}
         shapes = {**self.module.shapes, **({SCORE: (1, self.config.hidden)} if self.head == "value" else {})}
         entries = {
-            name: replace(self._entry(name, shape, name in float32), position=position, vision=name in vision)
+            name: replace(self._entry(name, shape, dtypes.get(name)), position=position, vision=name in vision)
             for position, (name, shape) in enumerate(shapes.items())
         }
         return TensorIndex(entries, self.config.tied and self.head == "language")
@@ -107,7 +110,7 @@ class ModuleTable(ModelTable):
     def _tensors_of(self, parameters: frozenset[str]) -> frozenset[str]:
         return frozenset(piece.tensor for name in parameters for piece in self.module.shards[name].pieces)
 
-    def _entry(self, name: str, shape: tuple[int, ...], float32: bool) -> TensorEntry:
+    def _entry(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> TensorEntry:
         """Returns the entry of a tensor, with the numbers of layer and expert from its name."""
         expert, layer = _EXPERT.search(name), _LAYER.search(name)
         template = _EXPERT.sub(".experts.{expert}.", name) if expert else name
@@ -116,7 +119,7 @@ class ModuleTable(ModelTable):
         stacked = not expert and shape[:1] == (count,) and (len(shape) > 2 or ".experts." in name)
         return TensorEntry(
             0,
-            TensorSpec(template, shape, float32),
+            TensorSpec(template, shape, dtype),
             int(layer[1]) if layer else None,
             int(expert[1]) if expert else None,
             stacked,

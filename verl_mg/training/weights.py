@@ -50,7 +50,9 @@ def load_directory(
     read = {name: shard for name, shard in table.huggingface().items() if name not in left_out}
     head = _fresh_head(table.config.hidden) if SCORE in read else {}
     opened = directories or ModelDirectories()
-    directory = opened.open(runner.spec.path, read, frozenset(head), table.tensor_index.stacked)
+    directory = opened.open(
+        runner.spec.path, read, frozenset(head), table.tensor_index.stacked, table.tensor_index.dtypes
+    )
     drawn = frozenset(head.keys() - directory.file_of.keys())
     readers = ReaderShardMap(whole, directory.file_of)
     reader = CheckpointReader(directory, head)
@@ -136,7 +138,7 @@ def write_weights(runner: Runner, writer: CheckpointWriter) -> None:
         moves = schedule(plan(whole, chunk, node), rank, runner.dtype)
         held: Mapping[str, Tensor] = {name: served[name] for name in moves.source_shapes}
         staged = {
-            name: torch.empty(shape, dtype=runner.dtype, device=device.current_device())
+            name: torch.empty(shape, dtype=rows.tensors[name].wire_dtype(runner.dtype), device=device.current_device())
             for name, shape in moves.target_shapes.items()
         }
         execute(moves, held, staged)

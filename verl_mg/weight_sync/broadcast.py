@@ -177,8 +177,8 @@ def _plan(runner: Runner) -> TransferPlan:
 
 def _tensors_of(chunk: Chunk, dtype: torch.dtype) -> list[_WholeTensor]:
     """Returns the tensors of a chunk in the order of the bytes that are sent."""
-    # Float32 first: each tensor starts at a multiple of its item size, as SGLang requires.
-    infos = sorted(chunk.tensors.items(), key=lambda item: not item[1].float32)
+    # The widest first: each tensor starts at a multiple of its item size, as SGLang requires.
+    infos = sorted(chunk.tensors.items(), key=lambda item: -item[1].wire_dtype(dtype).itemsize)
     return [_WholeTensor(name, info.shape, info.wire_dtype(dtype)) for name, info in infos]
 
 

@@ -111,14 +111,14 @@ def traced_shards(model: Any, codes: PositionCodes, stacks: Mapping[str, Sequenc
 
 
 def _filled_buffers(model: Any, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the buffers whose values have changed; UserError for one of integers, which no transfer carries."""
+    """Returns the buffers whose values have changed; UserError for one whose dtype has no position codes."""
     buffers = dict(model.named_buffers())
     filled = {name: buffers[name] for name, values in before.items() if not torch.equal(buffers[name], values)}
     for name, buffer in filled.items():
-        if not buffer.is_floating_point():
+        if buffer.dtype in (torch.bool, torch.int8, torch.uint8):
             raise UserError(
-                f"its loader fills the buffer {name} of {str(buffer.dtype).removeprefix('torch.')}, but weights are "
-                "sent in floating-point types. Use rollout.engine=hf."
+                f"its loader fills the buffer {name} of {str(buffer.dtype).removeprefix('torch.')}, which is too narrow "
+                "for a trace. Use rollout.engine=hf."
             )
     return filled
 
