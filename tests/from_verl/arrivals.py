@@ -20,6 +20,7 @@ MEGATRON_LORA = f"{MEGATRON} aorr.model.lora.rank=4"
 SAMPLED = f"{GRPO} aorr.rollout.val_kwargs.do_sample=true"
 K1 = f"{GRPO} {RS}.rollout_rs=token_k1"
 RSK = f"{GRPO} {RS}.rollout_rs_threshold=4.0"
+CP2 = f"{A}.megatron.context_parallel_size=2"
 DYNAMIC = f"{A}.use_dynamic_bsz=true"
 SELECTIVE = "megatron.override_transformer_config.recompute_granularity=selective"
 STEPS = "trainer.total_training_steps=10"
@@ -179,7 +180,7 @@ aorr.model.lora.adapter_path=b | {MEGATRON_LORA} | actor.lora.path=b
 {A}.fsdp_config.reshard_after_forward=false | {GRPO} | fsdp.reshard_after_forward=false
 {A}.fsdp_config.offload_policy=true | {GRPO} | fsdp.cpu_offload=true
 {A}.freeze_vision_tower=true | {GRPO} | fsdp.freeze_vision_tower=true
-{A}.megatron.dynamic_context_parallel=true | {MEGATRON} | actor.dynamic_context=true
+{A}.megatron.dynamic_context_parallel=true | {MEGATRON} {CP2} | actor.dynamic_context=true
 {A}.megatron.override_transformer_config.*=0.01 | {MEGATRON} | megatron.transformer.moe_aux_loss_coeff=0.01
 {A}.megatron.override_ddp_config.*=true | {MEGATRON} | megatron.ddp.overlap_grad_reduce=true
 {A}.optim.override_optimizer_config.*=true | {MEGATRON} | actor.optimizer.cpu_offload=true

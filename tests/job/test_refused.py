@@ -290,6 +290,7 @@ WITHOUT_EFFECT = [
         ["algorithm.kl.target=1"],
         "nothing is adapted. Set algorithm.kl.target",
     ),
+    (["actor.dynamic_context=true"], ["actor.layout=cp2"], "its layout divides no rows."),
     (["tracking.samples=2"], ["tracking.services=[wandb]"], "no service receives it."),
     (["tracking.prometheus_host=h"], ["tracking.prometheus_port=0"], "no port is open."),
     (["profile.memory=true"], ["profile.iterations=[1]"], "no iteration is traced."),

@@ -62,6 +62,11 @@ NEEDS = (
     Needs("algorithm.kl", "placement estimator target horizon min_coefficient max_coefficient",
           lambda c: c.algorithm.kl.enabled, "there is no penalty. Set algorithm.kl.coefficient"),
     Needs("algorithm.kl", "horizon", lambda c: c.algorithm.kl.target, "nothing is adapted. Set algorithm.kl.target"),
+    *(
+        Needs(role, "dynamic_context", lambda c, role=role: c.section(role).parallel_sizes.cp > 1,
+              "its layout divides no rows. Set layout=cp2 there")
+        for role in ("actor", "critic", "reward_model", "process_reward", "reference")
+    ),
     Needs("tracking", "project samples", lambda c: c.tracking.services,
           "no service receives it. Set tracking.services"),
     Needs("tracking", "prometheus_host", lambda c: c.tracking.prometheus_port is not None,
