@@ -88,7 +88,6 @@ FAMILIES = {
     "jamba": {"num_hidden_layers": 8, "attn_layer_period": 4, "attn_layer_offset": 2},
     "falcon_h1": {},
     "granitemoehybrid": HYBRID | {"layer_types": ["mamba", "attention"] * 2},
-    "minimax_m3_vl_text": {},
     "zamba2": {},
     "phimoe": {},
     "bloom": {},

@@ -99,7 +99,7 @@ class FamilyReference:
     @property
     def idle(self) -> list[str]:
         """Names, with `*` for numbers, of the parameters that no gradient reaches in any layer."""
-        reached = {generic(name) for name in self.computed.gradients}
+        reached = {generic(name) for name, gradient in self.computed.gradients.items() if gradient.any()}
         return sorted({generic(name) for name, _ in self._module.named_parameters()} - reached)
 
     def check(self) -> None:
