@@ -29,6 +29,8 @@ TOLERANCE, MISMATCH = 1e-5, 1e-4  # of the largest log-prob of a token; nats bet
 ROWS = (17, 64, 5, 64, 2)  # tokens of the rows that are compared
 LONGEST_ROW = 4096  # of the job that a tiny model stands for: beyond the windows of most families
 STD = 0.2  # of the weights: so large that every part of the network shows in its outputs
+# Twelve passes through the same layers: at 0.2 the family's float32 is 7e-3 nats from its float64.
+STDS = {"hrm_text": 0.05}
 SEED = 7
 ALWAYS_NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3},
@@ -83,7 +85,7 @@ def make_model(family: str, folder: Path) -> Outcome:
     for part in (copy, copy.get_text_config(decoder=True)):
         part.pad_token_id, part.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
         if hasattr(part, "initializer_range"):
-            part.initializer_range = STD
+            part.initializer_range = STDS.get(family, STD)
     torch.manual_seed(SEED)
     module = module_class(copy).from_config(copy, dtype=torch.float32)
     perturb_vectors(module)
