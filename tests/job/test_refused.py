@@ -231,8 +231,10 @@ def test_check_engines_quantized_weights_that_the_engine_transposes_are_refused(
     name = "model.layers.0.mlp.down_proj.weight"
     shards |= {name: replace(shards[name], order=(1, 0))}
     traced = TracedTable("Qwen3ForCausalLM", "sglang", "", layout, (shards,))
-    target = table.for_engine("sglang").with_traced(traced, Path("table.json")).shard_map_engine(
-        EnginePlacement(layout, (0,))
+    target = (
+        table.for_engine("sglang")
+        .with_traced(traced, Path("table.json"))
+        .shard_map_engine(EnginePlacement(layout, (0,)))
     )
     with pytest.raises(UserError, match=f"{name}: the engine has {name} transposed, .* Write rollout.wire=cast."):
         check_engine_blocks(table, target, encoding_of("fp8_block"), [0])

@@ -74,6 +74,7 @@ def test_traced_table_file_has_documented_format(path):
         "shape": [4, 8],
         "pieces": [["lm_head.weight", [[0, 3], [0, 8]], [[0, 3], [0, 8]]]],
         "padding": [[[3, 4], [0, 8]]],
+        "order": [],
     }
 
 

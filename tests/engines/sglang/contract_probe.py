@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 import msgspec
+import torch
 from sglang.kernels.fused_op import BaseFusedOp, get_fused_op_backend
 from sglang.kernels.spec import KernelBackend
 from sglang.srt import constants, utils
@@ -19,6 +20,8 @@ from sglang.srt.layers.layernorm import Gemma3RMSNorm, GemmaRMSNorm, RMSNorm
 from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.server_args import PortArgs, ServerArgs
 from triton import knobs
+
+from verl_mg.engines.sglang.internals import compute_buffers
 
 FUSED = (GeluAndMul, SiluAndMul, Gemma3RMSNorm, GemmaRMSNorm, RMSNorm, RotaryEmbedding)
 """Operators of dense models whose compiled kernels have 16 bits only."""
@@ -66,8 +69,16 @@ def in_float32() -> dict[str, Any]:
     return {"triton": knobs.language.fp32_default, "others": others}
 
 
+def derived() -> dict[str, list[float]]:
+    """Buffers of a norm whose weight was written in place."""
+    model = torch.nn.ModuleDict({"norm": GemmaRMSNorm(2)})
+    model["norm"].weight.data.fill_(3)
+    compute_buffers(model)
+    return {name: buffer.tolist() for name, buffer in model.named_buffers()}
+
+
 def main() -> None:
-    """Prints tags of memory, parsed SGLANG_ variables, kernels in float32, and the functions above by engine."""
+    """Prints tags of memory, parsed SGLANG_ variables, and the functions above, some by engine."""
     engines = json.loads(sys.argv[1])
     utils.is_cuda = lambda: True  # which default graphs depend on
     variables = {name: getattr(envs, name).get() for name in os.environ if name in os.environ["CHECKED"].split()}
@@ -77,6 +88,7 @@ def main() -> None:
                 "tags": constants.GPU_MEMORY_ALL_TYPES,
                 "variables": variables,
                 "float32": in_float32(),
+                "derived": derived(),
                 "refused": [refused(arguments) for arguments in engines],
                 "ports": [ports_of(arguments) for arguments in engines],
                 "resolved": [resolved(arguments) for arguments in engines],

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from verl_mg.engines.sglang.internals import unloaded_model
+from verl_mg.engines.sglang.internals import DERIVED, unloaded_model
 from verl_mg.engines.sglang.weight_loader import as_loaded, restore_shapes
 from verl_mg.engines.tracing.position_codes import PositionCodes
-from verl_mg.engines.tracing.trace_rank import _traced
+from verl_mg.engines.tracing.trace_rank import traced_shards
 from verl_mg.layout import EngineLayout
 from verl_mg.sharding.traced_table import write_rank_shards
 
@@ -56,7 +56,7 @@ def main(folder: Path, rank: int) -> None:
     layout = EngineLayout.parse(job["layout"])
     codes = PositionCodes({name: tuple(shape) for name, shape in job["shapes"].items()})
     with torch.no_grad(), unloaded_model(str(folder), layout, rank, folder / "store") as model:
-        write_rank_shards(folder / f"{rank}.json", _traced(model, codes, {}))
+        write_rank_shards(folder / f"{rank}.json", traced_shards(model, codes, {}, DERIVED))
         if fields["quant_method"] == "w8a8_fp8":
             check_transposed(model)
 

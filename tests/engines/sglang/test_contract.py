@@ -26,6 +26,7 @@ from verl_mg.engines.engine_options import AdapterSettings, EngineOptions
 from verl_mg.engines.ports import BLOCK_SIZE, PortBlock
 from verl_mg.engines.sglang.arguments import engine_arguments, environment, place_arguments
 from verl_mg.engines.sglang.host import _tags
+from verl_mg.engines.sglang.internals import DERIVED
 from verl_mg.errors import UserError
 from verl_mg.job.build_engines import engine_part, part_options
 from verl_mg.layout import EngineLayout, EnginePlacement
@@ -113,6 +114,12 @@ def test_environment_on_gpus_is_what_sglang_reads(sglang_says):
     }
     # It reaches all operators that have 16 bits only.
     assert sglang_says["float32"] == {"triton": "tf32x3", "others": []}
+
+
+@needs_sglang
+def test_buffers_that_sglang_derives_from_weights_follow_an_update_in_place(sglang_says):
+    """Kernels that fuse a norm with the sum of all ranks, or with a projection, read 1 + weight."""
+    assert sglang_says["derived"] == {f"norm{end}": [4.0, 4.0] for end in DERIVED}
 
 
 @needs_sglang

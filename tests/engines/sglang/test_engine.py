@@ -5,6 +5,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.helpers.engines import all_of, bring_weights, options_of, requests, workers_of
 from tests.helpers.traces import needs_sglang
@@ -13,7 +15,10 @@ from verl_mg.engines.engine import EngineDiedError, Request, Sampling
 from verl_mg.engines.kinds import SGLANG
 from verl_mg.engines.payloads import Staging
 from verl_mg.engines.process_engine import ProcessEngine
+from verl_mg.engines.tracing.tracer import TracedEngine, trace
+from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
+from verl_mg.models.shrunk_config import shrink
 from verl_mg.sharding.weight_table import weight_table
 
 pytestmark = needs_sglang
@@ -95,3 +100,25 @@ def test_engine_that_imports_its_libraries_late_is_updated_after_samples_with_ex
         for version in (1, 2):
             bring_weights(engine, mixtures[0], version)
             assert all(set(sample.policy_versions) == {version} for sample in engine.generate(requests(), SHORT))
+
+
+@pytest.mark.nightly
+def test_engine_whose_loader_fills_buffers_receives_them(tmp_path):
+    """The activation of Apertus has numbers in buffers, which training or a conversion may have changed."""
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(shrink(CONFIG_MAPPING["apertus"](), 200).config, dtype=torch.float32)
+    saved = module.state_dict()
+    for name in (buffers := {name for name, _ in module.named_buffers() if name in saved}):
+        saved[name].add_(1.0)
+    module.save_pretrained(tmp_path / "model")
+    layout = EngineLayout()
+    ((shards,),) = trace([(tmp_path / "model", layout)], TracedEngine("sglang"))
+    assert buffers <= shards.keys() and buffers
+    options = options_of("sglang", routed_experts=False)
+    with closing(ProcessEngine(SGLANG, tmp_path / "model", options, tmp_path / "0.log")) as engine:
+        bring_weights(engine, tmp_path / "model", 0, traced=[shards])
+        (sample,) = engine.generate(requests(1), Sampling(max_new_tokens=9, temperature=0.0))
+    with torch.no_grad():
+        scores = module.eval()(torch.tensor([[*requests(1)[0].prompt, *sample.tokens]])).logits[0].log_softmax(-1)
+    likeliest = scores[len(requests(1)[0].prompt) - 1 : -1].amax(-1)
+    torch.testing.assert_close(torch.tensor(sample.logprobs), likeliest, atol=1e-4, rtol=0)

@@ -8,7 +8,7 @@ run in SGLang's processes, but for the parsers, which any process may read.
 | `reply_parsers` | formats of tool calls and reasoning, for all engines | moves the parsers or their lists of formats |
 | `request`, `merged` | requests to the schedulers that `Engine` has no method for | renames them or their fields |
 | `position` | the rank of a scheduler in the engine | has another place for parallel sizes |
-| `finish_load`, `write`, `is_transposed` | updates in place | processes weights at another time |
+| `finish_load`, `compute_buffers`, `write`, `is_transposed` | updates in place | processes weights otherwise |
 | `marlin_layers`, `write_marlin`, `keep_order` | INT4 in the order of its kernel | changes kernel, layer or marks |
 | `start_engine`, `run_scheduler` | memory is pinned also without a GPU | starts schedulers otherwise |
 | `unloaded_model` | traces of its weight loader | builds models otherwise |
@@ -32,6 +32,7 @@ from torch import Tensor
 from verl_mg.layout import EngineLayout
 from verl_mg.library import Library
 
+DERIVED = (".gemma_weight",)  # ends of the names of buffers that are computed from parameters
 # Attributes of a model by which SGLang's loader knows that an update leaves weights in the form of their kernels.
 MARKS = {"original_weights_rebuild_keys": {}, "recorded_loader": {}, "flash_rl_initial_load_complete": True}
 
@@ -193,10 +194,20 @@ def is_transposed(module: Any) -> bool:
     return isinstance(getattr(module, "quant_method", None), W8A8Fp8LinearMethod)
 
 
+def compute_buffers(model: Any) -> None:
+    """Computes the buffers DERIVED, which kernels that fuse a norm read, from the parameters."""
+    from sglang.srt.layers.layernorm import GemmaRMSNorm
+
+    for module in model.modules():
+        if isinstance(module, GemmaRMSNorm):
+            module.refresh_gemma_weight()
+
+
 def finish_load(model: Any) -> None:
     """Computes weights that are derived from others (MLA's w_kc, w_vc), as at the end of SGLang's own loading."""
     from sglang.srt.model_loader.loader import post_load_weights
 
+    compute_buffers(model)
     post_load_weights(model)
 
 

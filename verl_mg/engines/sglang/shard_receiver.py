@@ -225,6 +225,7 @@ def receive_shards(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> N
     fields, rank = json.loads(bytes(text.tolist())), internals.position().rank
     if "folder" in fields:
         apply_folder(model, FolderRequest(**fields), rank)
-        return
-    request = ShardRequest(**fields)
-    _receiver().receive(model, request, request.first_rank + rank)
+    else:
+        request = ShardRequest(**fields)
+        _receiver().receive(model, request, request.first_rank + rank)
+    internals.compute_buffers(model)

@@ -44,7 +44,7 @@ class TraceJob(TypedDict):
 def main(engine: EngineName, folder: Path, rank: int) -> int:
     """Runs this rank's part of all jobs, and returns the exit status."""
     jobs: list[TraceJob] = json.loads((folder / JOBS).read_text(encoding="utf-8"))
-    unloaded_model = importlib.import_module(f"verl_mg.engines.{engine}.internals").unloaded_model
+    internals = importlib.import_module(f"verl_mg.engines.{engine}.internals")
     if rank == 0:
         (folder / VERSION).write_text(importlib.import_module(engine).__version__, encoding="utf-8")
     for number, job in enumerate(jobs):
@@ -53,8 +53,9 @@ def main(engine: EngineName, folder: Path, rank: int) -> int:
             continue
         codes = PositionCodes({name: tuple(shape) for name, shape in job["shapes"].items()})
         try:
-            with unloaded_model(job["model"], layout, rank, folder / f"{number}.store") as model:
-                write_rank_shards(folder / result_name(number, rank), traced_shards(model, codes, job["stacks"]))
+            with internals.unloaded_model(job["model"], layout, rank, folder / f"{number}.store") as model:
+                shards = traced_shards(model, codes, job["stacks"], internals.DERIVED)
+                write_rank_shards(folder / result_name(number, rank), shards)
         except Exception as error:
             traceback.print_exc()
             with replacing(folder / error_name(number, rank)) as file:  # the tracer polls for it
@@ -83,12 +84,17 @@ def checkpoint(codes: PositionCodes, number: int, stacks: Mapping[str, Sequence[
 
 
 @torch.no_grad()
-def traced_shards(model: Any, codes: PositionCodes, stacks: Mapping[str, Sequence[str]]) -> dict[str, Shard]:
-    """Returns the shard of each parameter, and of each buffer that the model's loader fills."""
+def traced_shards(
+    model: Any, codes: PositionCodes, stacks: Mapping[str, Sequence[str]], derived: tuple[str, ...]
+) -> dict[str, Shard]:
+    """Returns the shard of each parameter, and of each buffer that the model's loader fills.
+
+    Buffers with a name that ends with one of `derived` are computed from weights, in each update too.
+    """
     parameters = dict(model.named_parameters())
     # Whether a buffer is saved says nothing: a loader finds buffers by their names. Those that it leaves as they are,
     # such as tables of angles, are no weights.
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    before = {name: buffer.clone() for name, buffer in model.named_buffers() if not name.endswith(derived)}
     tensors = dict(parameters)
     passes: dict[str, list[Tensor]] = defaultdict(list)
     for number in range(codes.passes):
