@@ -64,6 +64,25 @@ def test_checkpoint_writer_keeps_tensors_that_are_float32(tmp_path, tensors):
     assert all(torch.equal(read[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
+def test_table_of_integers_is_loaded_and_exported_bit_for_bit(tmp_path, dtype):
+    """Values beyond the 24 bits of float32, into a wider parameter."""
+    table = torch.tensor([[2**30 + 1, 0], [1, 3]]).to(dtype)
+    whole, box = {"t": Shard((2, 2), (Piece("t", *2 * [full_box((2, 2))]),))}, full_box((2, 2))
+    writer = CheckpointWriter(tmp_path, whole, torch.bfloat16, dtypes={"t": dtype})
+    writer.create()
+    writer.write("t", box, table.long())
+    directory, parameter = ModelDirectory.find(tmp_path), torch.zeros(2, 2, dtype=torch.int64)
+    directory.check(whole, {"t": dtype})
+    load_shards(CheckpointReader(directory), whole, {"t": parameter})
+    assert torch.equal(parameter, table.long())
+    read = load_file(tmp_path / SINGLE)["t"]
+    assert read.dtype is dtype and torch.equal(read, table)
+    for needed, message in ((torch.int16, "but I16 is needed"), (None, "supported are F32")):
+        with pytest.raises(UserError, match=message):
+            directory.check(whole, {"t": needed} if needed else None)
+
+
 def test_load_shards_fills_requested_slices_and_zeroes_padding(tmp_path, tensors):
     save_file(tensors, tmp_path / SINGLE)
     shard = Shard((4, 2), (Piece("a", ((2, 5), (1, 3)), ((0, 3), (0, 2))),), padding=(((3, 4), (0, 2)),))

@@ -23,6 +23,10 @@ class TensorInfo:
         """Returns the dtype in which the tensor travels; `default`: the dtype of the model."""
         return self.dtype or default
 
+    def itemsize(self, default: int) -> int:
+        """Returns the bytes of an element; `default`: of one in the dtype of the model."""
+        return self.dtype.itemsize if self.dtype else default
+
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:

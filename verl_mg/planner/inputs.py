@@ -133,9 +133,7 @@ def model_size(weights: ModelTable) -> ModelSize:
         elements=sum(size for size, _ in sizes),
         experts=sum(size for size, entry in sizes if entry.of_experts),
         active=active_elements(weights.config, index),
-        bytes=sum(
-            size * (entry.tensor.dtype.itemsize if entry.tensor.dtype else WEIGHT_BYTES) for size, entry in sizes
-        ),
+        bytes=sum(math.prod(info.shape) * info.itemsize(WEIGHT_BYTES) for info in index.tensors.values()),
         row_flops=row_flops(weights.config, index),
         muon_flops=orthogonalization_flops(index),
     )

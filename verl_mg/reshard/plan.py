@@ -165,8 +165,7 @@ class Plan:
             tensor: Hugging Face name.
             itemsize: bytes of an element of tensors that have the dtype of the model.
         """
-        info = self.source.tensors[tensor]
-        return info.dtype.itemsize if info.dtype else itemsize
+        return self.source.tensors[tensor].itemsize(itemsize)
 
     def position(self, tensor: str) -> int:
         """Returns the position of a tensor in the order in which tensors are moved."""

@@ -123,8 +123,8 @@ def _filled_buffers(model: Any, before: Mapping[str, Tensor]) -> dict[str, Tenso
     for name, buffer in filled.items():
         if buffer.dtype in (torch.bool, torch.int8, torch.uint8):
             raise UserError(
-                f"its loader fills the buffer {name} of {str(buffer.dtype).removeprefix('torch.')}, which is too narrow "
-                "for a trace. Use rollout.engine=hf."
+                f"its loader fills the buffer {name} of {str(buffer.dtype).removeprefix('torch.')}, which is "
+                "too narrow for a trace. Use rollout.engine=hf."
             )
     return filled
 
