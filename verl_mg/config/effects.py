@@ -25,6 +25,10 @@ class Needs(NamedTuple):
     missing: str  # why they have none, and what to write
 
 
+def _has_cp(role: str, config: Config) -> bool:
+    return config.section(role).parallel_sizes.cp > 1
+
+
 AGENTS = "agent_options agent_timeout_s agent_concurrency agent_retries agent_failure_reward agent_trained agent_host"
 NEEDS = (
     Needs("rollout", "max_turns tool_timeout_s", lambda c: c.rollout.tools, "there are no tools. Set rollout.tools"),
@@ -63,8 +67,7 @@ NEEDS = (
           lambda c: c.algorithm.kl.enabled, "there is no penalty. Set algorithm.kl.coefficient"),
     Needs("algorithm.kl", "horizon", lambda c: c.algorithm.kl.target, "nothing is adapted. Set algorithm.kl.target"),
     *(
-        Needs(role, "dynamic_context", lambda c, role=role: c.section(role).parallel_sizes.cp > 1,
-              "its layout divides no rows. Set layout=cp2 there")
+        Needs(role, "dynamic_context", partial(_has_cp, role), "its layout divides no rows. Set layout=cp2 there")
         for role in ("actor", "critic", "reward_model", "process_reward", "reference")
     ),
     Needs("tracking", "project samples", lambda c: c.tracking.services,
@@ -114,7 +117,7 @@ def _default(section: BaseModel, name: str) -> Any:
 
 
 def _differing(section: BaseModel, defaults: BaseModel | None = None) -> Iterator[str]:
-    """Yields the keys of a section whose values are not those of `defaults`, or of its class."""
+    """Yields the keys of a section that differ from `defaults`, or from its class."""
     for name, field in type(section).model_fields.items():
         default = getattr(defaults, name) if defaults else _default(section, name)
         if not field.is_required() and getattr(section, name) != default:

@@ -56,7 +56,7 @@ def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards
     untied = [name for name in state if name not in tied]
     embedding, output = _ends(module)
     text = (*output, f"{_name_of(module, module.get_decoder())}.")
-    dtypes = dict(_own_dtypes(module, untied))
+    dtypes = dict(_other_dtypes(module, untied))
     parts = module.named_modules()
     linear = frozenset(f"{name}.weight" for name, part in parts if isinstance(part, torch.nn.Linear)) - output
     constant = frozenset(name for name in untied if not state[name].requires_grad)
@@ -104,7 +104,7 @@ def _name_of(module: PreTrainedModel, part: torch.nn.Module) -> str:
     return next(name for name, other in module.named_modules() if other is part)
 
 
-def _own_dtypes(module: PreTrainedModel, names: list[str]) -> Iterator[tuple[str, torch.dtype]]:
+def _other_dtypes(module: PreTrainedModel, names: list[str]) -> Iterator[tuple[str, torch.dtype]]:
     """Yields what a bfloat16 module has in another dtype, by itself or because `transformers` keeps it in float32."""
     from transformers.core_model_loading import build_glob_alternation
 
@@ -127,8 +127,8 @@ def _integers(
         if name in shards and not dtype.is_floating_point
     }
     stored = stored_dtypes(model_dir, frozenset(tensors.values()))
-    found = {name: stored.get(tensor, dtypes[name]) for name, tensor in tensors.items()}
-    return {name: dtype for name, dtype in found.items() if torch.promote_types(dtype, dtypes[name]) == dtypes[name]}
+    of_files = {name: stored.get(tensor, dtypes[name]) for name, tensor in tensors.items()}
+    return {name: dtype for name, dtype in of_files.items() if torch.promote_types(dtype, dtypes[name]) == dtypes[name]}
 
 
 def _load(module: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]], model_dir: Path) -> None:
