@@ -114,7 +114,7 @@ def _default(section: BaseModel, name: str) -> Any:
 
 
 def _differing(section: BaseModel, defaults: BaseModel | None = None) -> Iterator[str]:
-    """Yields the keys of a section whose values are not those of `defaults`, or of its class."""
+    """Yields the keys of a section that differ from `defaults`, or from its class."""
     for name, field in type(section).model_fields.items():
         default = getattr(defaults, name) if defaults else _default(section, name)
         if not field.is_required() and getattr(section, name) != default:
