@@ -221,7 +221,7 @@ aorr.rollout.engine_kwargs.sglang.*=3 | {SGLANG} | rollout.sglang.x=3
 aorr.rollout.quantization=fp8 | {SGLANG} | rollout.wire=fp8_block
 aorr.rollout.full_determinism=true | {GRPO} | job.deterministic=true
 aorr.rollout.multi_turn.enable=true | {TOOLS} {TURNS}=5 | unused.rollout.max_turns=5
-{TURNS}=4 | {TOOLS} | rollout.max_turns=4
+{TURNS}=4 | {TOOLS} | unused.rollout.max_turns=4
 aorr.rollout.multi_turn.format=llama3 | {TOOLS} | unused.rollout.tool_call_parser=llama3
 {VAL}.n=8 | {SAMPLED} {VAL}.temperature=1.0 | evaluation.samples=8
 {VAL}.temperature=0.5 | {SAMPLED} | evaluation.temperature=0.5

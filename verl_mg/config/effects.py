@@ -8,6 +8,7 @@ Keys that depend on their own section are refused there, and those that depend o
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel

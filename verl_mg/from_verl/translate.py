@@ -152,9 +152,9 @@ def _without_effect(values: dict[str, Any], config: Config, recipe: Recipe, job:
     """Returns the values that a job would refuse since they have no effect; a line says so where the file has them."""
     unused: dict[str, Any] = {}
     for key, reason in without_effect(config, requested_roles(recipe, config)):
-        refused = {name: value for name, value in values.items() if f"{name}.".startswith(f"{key}.")}
-        unused |= refused
-        for name, value in refused.items():
+        below = {name: value for name, value in values.items() if f"{name}.".startswith(f"{key}.")}
+        unused |= below
+        for name, value in below.items():
             of_key = [row for row in ROWS if any(name == ours or name.startswith(f"{ours}.") for ours in row.ours)]
             if given := tuple(theirs for theirs in job.given if any(row.reads(theirs) for row in of_key)):
                 text = f"{name}={value} has no effect, since {reason}"
