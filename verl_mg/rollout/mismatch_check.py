@@ -14,7 +14,7 @@ A resumed job is checked too: its engines are new, and may have another version,
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -150,6 +150,8 @@ class MismatchCheck:
         greedy = Sampling(max_new_tokens=count, temperature=0.0, excluded_token_ids=excluded)
         request = Request(0, probe_tokens(self._prompts, longest - count, excluded), seed=0)
         samples = engines.generate_alone(request, greedy)
+        first = sum(all_gather_json(len(samples))[: dist.get_rank()])  # rows of all ranks have different ids
+        samples = [replace(sample, id=first + i) for i, sample in enumerate(samples)]
         rows = [Prompt(0, request.prompt, "", None, {})] * len(samples)
         batch = samples_to_batch(rows, samples, engines.version, routed)
         # Engines report greedy tokens at temperature 1.

@@ -82,7 +82,7 @@ def effects(config: PretrainedConfig, names: Iterable[str], longest_row: int) ->
 
 
 def _without(fields: dict[str, Any], name: str, null: bool) -> dict[str, Any]:
-    """Returns fields without those of a name, at any depth, or with null or false in their place."""
+    """Returns fields without a name, at any depth, or with null or false in its place."""
     result = {}
     for key, value in fields.items():
         if key != name:
