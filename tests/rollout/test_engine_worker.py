@@ -13,6 +13,7 @@ import torch
 from torch.distributed import HashStore
 
 from tests.helpers.counted_store import CountedStore
+from tests.helpers.rank_pool import job_context
 from verl_mg.data import Prompt
 from verl_mg.engines.engine import Request, Sampling
 from verl_mg.engines.engine_options import EngineOptions, EngineProgram
@@ -22,6 +23,7 @@ from verl_mg.engines.request_tracker import EngineLimits
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.rollout import engine_worker
+from verl_mg.rollout.engine_group import ProcessEngineGroup
 from verl_mg.rollout.engine_worker import EngineEvents, EngineRestart, EngineWorker
 from verl_mg.rollout.groups import Group
 from verl_mg.rollout.work_queue import WorkQueue
@@ -177,18 +179,23 @@ class DyingKind:
         return EngineProgram(self.title, sys.executable, "dying_host", {}, self._environment, {})
 
 
-def generated_by_dying_engine(folder: Path, deadly: str) -> tuple[int, int]:
-    """Number of samples, and of starts of the engine, in two calls of one sample."""
+def generated_by_dying_engine(folder: Path, deadly: str, is_probed: bool = False) -> tuple[int, int]:
+    """Number of samples, and of starts of the engine, in two calls of one sample; before, one request may be alone."""
     kind = DyingKind(folder, deadly)
     options = EngineOptions(layout=EngineLayout(), dtype=torch.float32, max_running=4, max_positions=64)
     engine = ProcessEngine(kind, folder, options, folder / "engine.log")
     events, completed = EngineEvents(HashStore()), []
+    restart = EngineRestart(engine, 0, False, events)
     worker = EngineWorker(
-        engine, 1, events, lambda i: Request(id=i, prompt=(1, 2), seed=i), completed.append, completed.append,
-        EngineRestart(engine, 0, False, events),
-    )  # fmt: skip
+        engine, 1, events, lambda i: Request(id=i, prompt=(1, 2), seed=i), completed.append, completed.append, restart
+    )
     try:
         engine.loaded(engine.load([], 0))
+        if is_probed:
+            sync = SimpleNamespace(number=0)
+            group = ProcessEngineGroup(sync, engine, [True], job_context(), sleep=False, disjoint=False)
+            alone = group.generate_alone(Request(id=0, prompt=(1, 2), seed=0), Sampling(max_new_tokens=1))
+            assert len(alone) == ("1" not in deadly)
         worker.start()
         for number in range(2):
             call = WorkQueue(HashStore(), f"call{number}", Sampling(max_new_tokens=1), [Group(PROMPT, range(1))], 1)
@@ -213,3 +220,9 @@ def test_worker_of_an_engine_that_ends_with_each_first_batch_raises_its_last_lin
 
 def test_worker_of_an_engine_that_ends_once_with_its_first_batch_restarts_it(tmp_path):
     assert generated_by_dying_engine(tmp_path, deadly="1") == (2, 2)
+
+
+@pytest.mark.parametrize(("deadly", "starts"), [("1", 2), ("", 1)])
+def test_engine_that_ends_with_a_request_alone_is_restarted_by_the_first_call(ranks, tmp_path, deadly, starts):
+    """The request is of no call: its sample is not generated again."""
+    assert ranks.run(1, generated_by_dying_engine, tmp_path, deadly, True) == [(2, starts)]

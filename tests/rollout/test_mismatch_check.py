@@ -1,5 +1,6 @@
 """The first samples after a start are compared with the trainer, and a mismatch ends the job before it trains."""
 
+import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -14,6 +15,9 @@ from tests.helpers.launched import finished, torchrun
 from tests.helpers.split_engine import SplittingEngine
 from tests.helpers.tiny_jobs import files_of, metrics_of
 from tests.helpers.tiny_models import daily_of
+from tests.helpers.traces import needs_sglang, needs_vllm
+from tests.rollout.engine_jobs import engine_job
+from tests.rollout.engine_jobs import inputs as inputs_of_engines
 from tests.run.jobs import built_job, job, make_inputs
 from verl_mg.config import load_config
 from verl_mg.engines.engine import EngineWrapper, Request, Sample, Sampling
@@ -21,7 +25,7 @@ from verl_mg.engines.trajectory import MAX_SEGMENTS
 from verl_mg.errors import UserError
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
-from verl_mg.rollout.engine_group import WrapEngine
+from verl_mg.rollout.engine_group import InFlightEngineGroup, WrapEngine
 from verl_mg.rollout.mismatch_check import MismatchCheck, Precision, largest_mismatch
 from verl_mg.run.loop import FULL_RUN, RunMode
 
@@ -178,7 +182,7 @@ def compared(inputs: Path) -> tuple[list[str], list[str]]:
         later = batch.positions >= 6
         batch["policy_versions"] = torch.where(later, batch["policy_versions"] - 1, batch["policy_versions"])
         batch["rollout_logprobs"] = torch.where(later, batch["rollout_logprobs"] - 1, batch["rollout_logprobs"])
-        check = MismatchCheck.of(of.config, of.actor, of.prompts)
+        check = MismatchCheck.of(of.config, of.actor, of.prompts, 16)
         # Without a token of the present weights nothing is compared, and the next rows are.
         stale = batch.select_columns(batch.names())
         stale["policy_versions"] = batch["policy_versions"] - 1
@@ -202,6 +206,93 @@ def test_check_compares_only_tokens_of_the_present_weights_and_once(ranks, input
     for (stale, wrong, unknown, right), again in ranks.run(2, compared, inputs):
         assert stale == right == "" and again == [""]
         assert "differ by 1 nats" in wrong and "differ by nan nats" in unknown and "the engine has nan" in unknown
+
+
+LONG = ["rollout.max_new_tokens=100", "rollout.max_mismatch=0.001"]
+ONE_AT_A_TIME = ["rollout.max_running_requests=1", "algorithm.prompts_per_iteration=2", "algorithm.group_size=2"]
+GROUPS = {
+    "sglang": (1, "sglang", []),
+    "tensor-parallel": (2, "sglang", ["rollout.layout=tp2"]),
+    "replicas": (2, "sglang", ["job.deterministic=true"]),
+    "disjoint": (2, "sglang", ["rollout.num_ranks=1"]),
+    "vllm": (1, "vllm", []),
+}
+
+
+def generated_with_probes(folder: Path, engine: str, overrides: list[str]) -> tuple[list[object], list[int]]:
+    """Samples of an iteration, and the lengths of the rows that this rank's engine was probed with."""
+    lengths, generate_alone = [], InFlightEngineGroup.generate_alone
+
+    def counted(group, request, sampling):
+        samples = generate_alone(group, request, sampling)
+        lengths.extend(len(request.prompt) + len(sample.tokens) for sample in samples)
+        return samples
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InFlightEngineGroup, "generate_alone", counted)
+        of, _ = engine_job(folder, *ONE_AT_A_TIME, *overrides, engine=engine)
+    with closing(of):
+        batch = of.rollout.generate(of.prompts.next_batch(2), num_samples=2)
+        return [
+            batch.row(name, i).tolist() for i in range(len(batch)) for name in ("tokens", "rollout_logprobs")
+        ], lengths
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=needs_vllm if kind == "vllm" else needs_sglang) for kind in GROUPS],
+)
+def test_samples_after_a_long_row_are_bitwise_those_without(ranks, tmp_path, kind):
+    count, engine, overrides = GROUPS[kind]
+    folder = inputs_of_engines(tmp_path, "qwen3", positions=128, unused=1000)
+    probed, free = (
+        ranks.run(
+            count, generated_with_probes, folder, engine, [*LONG[:1], *overrides, f"rollout.max_mismatch={bound}"]
+        )
+        for bound in ("0.001", "null")
+    )
+    assert [samples for samples, _ in probed] == [samples for samples, _ in free] and any(probed[0][0])
+    leaders = count if kind == "replicas" else 1
+    assert sorted(lengths for _, lengths in probed if lengths) == [[104]] * leaders
+    assert not any(lengths for _, lengths in free)
+
+
+def complaint_of_engine(folder: Path, overrides: list[str]) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        started = []
+        build = RunningJob.start
+        patch.setattr(RunningJob, "start", lambda of: (started.append(of), build(of)))
+        try:
+            engine_job(folder, *overrides)
+        except UserError as error:
+            return str(error)
+        finally:
+            for of in started:
+                of.close()
+    return ""
+
+
+# The fields of config.json, and the one that the engine's model ignores.
+IGNORED = {
+    "mistral": ("llama", {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 32}),
+    "starcoder2": ("starcoder2", {"sliding_window": 32}),
+}
+
+
+@pytest.mark.nightly
+@needs_sglang
+@pytest.mark.parametrize("family", IGNORED)
+def test_window_that_the_engine_ignores_is_refused_by_name_where_rows_reach_it(ranks, tmp_path, family):
+    architecture, fields = IGNORED[family]
+    folder = inputs_of_engines(tmp_path, architecture, positions=128)
+    config = folder / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    [message] = ranks.run(1, complaint_of_engine, folder, [*LONG, "actor.backend=fsdp"])
+    assert "over the last 16 tokens of rows of 104 tokens" in message
+    assert "Only transformers reads these fields of config.json: sliding_window (without it" in message
+    [message] = ranks.run(1, complaint_of_engine, folder, [*LONG, "actor.backend=fsdp", "rollout.max_new_tokens=20"])
+    assert message == ""
 
 
 def test_wrong_temperature_ends_all_ranks_with_one_line(inputs, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections import defaultdict
 from itertools import pairwise
 
@@ -153,6 +155,19 @@ def test_pool_full_server_passes_requests_on(pool, clients):
     pool.submit(requests(*range(6), prompt=0), SAMPLING)
     assert [len(client.running) for client in clients.values()] == [3, 3]
     assert pool.num_free_slots() == 0
+
+
+def test_pool_request_to_each_is_answered_by_each_ready_server(pool, clients):
+    ready(pool, "a", "b", "c")
+    clients["b"].dead = "b is down"
+    asked = threading.Thread(target=lambda: answers.extend(pool.generate_on_each(Request(0, (1, 2), seed=0), SAMPLING)))
+    answers: list[Sample] = []
+    asked.start()
+    while asked.is_alive():
+        for url in ("a", "c"):
+            clients[url].finish(*list(clients[url].running), tokens=(5, ord(url)))
+        time.sleep(0.01)
+    assert ids(answers) == [0, 1, 2] and {sample.tokens[1] for sample in answers} == {ord("a"), ord("c")}
 
 
 def test_pool_without_servers_keeps_requests_until_one_is_ready(pool, clients):

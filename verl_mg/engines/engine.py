@@ -229,6 +229,10 @@ class RolloutEngine(ABC):
         """Returns the engine's counters since the last call; {} where it counts nothing."""
         return {}
 
+    def generate_on_each(self, request: Request, sampling: Sampling) -> list[Sample]:
+        """Returns a sample of each engine that this one consists of, while no others are in flight."""
+        return self.generate([request], sampling)
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Sample]:
         """Returns one sample per request, in their order; blocks until all are done or `abort` is called."""
         self.submit(requests, sampling)

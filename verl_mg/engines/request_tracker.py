@@ -97,6 +97,15 @@ class RequestTracker(RolloutEngine):
             if running.request.id in ids:
                 self._abort_request(rid)
 
+    def in_flight(self) -> list[tuple[Request, Sampling]]:
+        """Returns the requests in flight, with their sampling parameters."""
+        return [(running.request, running.sampling) for running in self._running.values()]
+
+    def take_unfinished(self) -> list[tuple[Request, Sampling]]:
+        """Returns the requests in flight and forgets them; results that still arrive are ignored."""
+        taken, self._running = self.in_flight(), {}
+        return taken
+
     def resume(self) -> None:
         """Submits all requests again that were in flight when the engine was lost, with new ids."""
         unfinished, self._running = self._running, {}

@@ -456,7 +456,7 @@ class RunningJob:
         self._engines = engines = build_engine_group(
             self.config, self.actor, self.context, wrap, self.processor, decode, longest or None
         )
-        check = MismatchCheck.of(self.config, self.actor, self.prompts)
+        check = MismatchCheck.of(self.config, self.actor, self.prompts, longest)
         routed = routed_shape(self.config.model.path) if config.replay_routing else None
         self._probe_engines = partial(check.probe, engines, longest, sampling, routed) if learns else lambda: None
         setup = RolloutSetup(

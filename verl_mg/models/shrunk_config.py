@@ -11,28 +11,31 @@ whole depth.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from logging import CRITICAL
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from verl_mg.errors import UserError
 from verl_mg.models.transformers_module import module_class, text_fields
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 LONGEST_ROW = 64  # tokens of the longest row of a copy
 MARGIN = 8  # of bounds that no row reaches: positions of some families begin at 2
 VOCABULARY = 256  # the most tokens of a copy
+ORDINARY_TOKENS = (4, 200)  # special ones, such as placeholders of images, have the first and the last ids
 EXPERTS, CHOSEN_EXPERTS, EXPERT_GROUPS = 8, 2, 2  # the most of a copy; two groups of four, from which two are chosen
 SELECTED = 4  # keys, or blocks of keys, that sparse attention selects in a copy: always fewer than a row has
 HEADS = 4  # query heads of a copy
@@ -122,6 +125,43 @@ def _shrink(config: PretrainedConfig, longest_row: int, divisor: int) -> ShrunkC
         f"model_type {config.model_type!r}: no narrow copy of it runs with rows in proportion to {longest_row} tokens "
         f"({type(failure).__name__}: {reason}). Use shorter rows, or a causal language model."
     ) from failure
+
+
+def narrow_module(config: PretrainedConfig, attention: str = "eager") -> PreTrainedModel:
+    """Returns the module of a copy in float32, with random weights; generators of random numbers stay as they are."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        options = {"dtype": torch.float32, "attn_implementation": attention}
+        module: PreTrainedModel = module_class(config).from_config(deepcopy(config), **options)
+        for parameter in module.parameters():
+            if parameter.dim() > 1:  # the usual random values are so small that a missing mask hardly changes outputs
+                torch.nn.init.normal_(parameter, std=1 / math.sqrt(max(parameter.shape[1:])))
+    return module.eval().requires_grad_(False)
+
+
+def row_logits(module: Any, ids: Tensor) -> Tensor:
+    """Returns the logits (n, t, V) in float32 of whole rows (n, t)."""
+    options = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
+    logits: Tensor = module(input_ids=ids, **options).logits
+    return logits.float()
+
+
+def row_logprobs(module: Any, rows: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """Returns the log-probs of the tokens of each row but its first one, each row by itself."""
+    results = []
+    for row in rows:
+        ids = torch.tensor([row])
+        # A copy: a module may keep frequencies of the longest row so far.
+        logits = row_logits(deepcopy(module), ids)[0, :-1]
+        results.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
+    return results
+
+
+def random_rows(config: PretrainedConfig, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    """Returns rows of random tokens of a copy, always the same ones."""
+    vocab, generator = config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    tokens = torch.randint(*ORDINARY_TOKENS, (sum(lengths),), generator=generator) % vocab
+    return [tuple(part.tolist()) for part in tokens.split(list(lengths))]
 
 
 def _meta(config: PretrainedConfig) -> nn.Module:

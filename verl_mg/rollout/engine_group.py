@@ -13,6 +13,7 @@ What occupies a device that a role and an engine share (`ProcessEngineGroup`), o
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -25,7 +26,6 @@ from verl_mg.engines.engine import EngineDiedError, Request, RolloutEngine, Samp
 from verl_mg.engines.engine_nodes import FollowingNode
 from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.engines.process_engine import ProcessEngine
-from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine_worker import EngineEvents, EngineRestart
@@ -33,6 +33,8 @@ from verl_mg.rollout.work_queue import StaticShare
 from verl_mg.servers.pool import ServerPool
 from verl_mg.weight_sync.hf_module import HFEngineSync
 from verl_mg.weight_sync.ipc import ProcessEngineSync
+
+log = logging.getLogger(__name__)
 
 WrapEngine = Callable[[RolloutEngine], RolloutEngine]
 """Wraps an engine, for example with turns and tools."""
@@ -74,7 +76,10 @@ class EngineGroup(ABC):
         return {}
 
     def generate_alone(self, request: Request, sampling: Sampling) -> list[Sample]:
-        """Returns the sample of this rank's engine, past its wrappers, while no others are in flight; [] without it."""
+        """Returns samples of this rank's engine or servers, past their wrappers, while no others are in flight.
+
+        [] of an engine that dies meanwhile, which is restarted as soon as it has other samples to generate.
+        """
         return []
 
     @abstractmethod
@@ -112,10 +117,14 @@ class InFlightEngineGroup(EngineGroup):
         """Implements `EngineGroup.generate_alone`."""
         if not self._led:
             return []
+        samples: list[Sample] = []
         try:
-            samples = self._led.generate([request], sampling)
-        except EngineDiedError as error:  # it would end again with the samples
-            raise UserError(f"rollout: the engine died in its first request: {error}.") from error
+            samples = self._led.generate_on_each(request, sampling)
+        except EngineDiedError as error:
+            if self.restart is None:
+                raise
+            self.restart.forget()  # whoever collects samples restarts it, and knows only of those
+            log.warning("rollout: a row that is as long as the job allows ended the engine: %s", error)
         self._led.take_counts()  # not part of the metrics of samples
         return samples
 

@@ -129,6 +129,10 @@ class EngineRestart:
         """Submits the requests again that were in flight."""
         self._engine.resume()
 
+    def forget(self) -> None:
+        """Leaves the requests that were in flight out of the next `resume`."""
+        self._engine.take_unfinished()
+
 
 class EngineState(Enum):
     """State of an engine, see the drawing above."""

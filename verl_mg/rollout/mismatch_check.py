@@ -13,8 +13,8 @@ A resumed job is checked too: its engines are new, and may have another version,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from typing import Any
@@ -108,7 +108,8 @@ def probe_tokens(prompts: Iterable[Prompt], length: int, excluded: Collection[in
 class MismatchCheck:
     """Compares the first rows that have tokens of the trainer's present weights; all ranks call it together.
 
-    `unread_fields` names the fields of config.json that `transformers` reads and the engine's model does not.
+    `unread_fields` returns the fields of the model's configuration that `transformers` reads and the engine's model
+    does not, and the nats by which each changes log-probs.
     """
 
     # Rows of async and partial rollouts may also have tokens of earlier weights, which cannot be compared.
@@ -119,17 +120,17 @@ class MismatchCheck:
         precision: Precision,
         actor: Actor,
         prompts: PromptFeed,
-        unread_fields: Callable[[], Sequence[str]],
+        unread_fields: Callable[[], Mapping[str, float]],
     ) -> None:
         self._setting, self._precision, self._actor, self._prompts = setting, precision, actor, prompts
         self._bound, self._unread_fields = largest_mismatch(setting, precision), unread_fields
 
     @classmethod
-    def of(cls, config: Config, actor: Actor, prompts: PromptFeed) -> MismatchCheck:
-        """Returns the check of a job."""
+    def of(cls, config: Config, actor: Actor, prompts: PromptFeed, longest_row: int) -> MismatchCheck:
+        """Returns the check of a job whose rows have at most `longest_row` tokens."""
         rollout, process = config.rollout, ENGINES[config.rollout.engine].process
         engine = TracedEngine(process.name, rollout.python) if process else None
-        fields = partial(unread_fields, config.model.path, engine) if engine else list
+        fields = partial(unread_fields, config.model.path, engine, longest_row) if engine else dict
         return cls(rollout.max_mismatch, Precision.of(actor, config), actor, prompts, fields)
 
     def __call__(self, batch: Batch) -> None:
@@ -149,6 +150,8 @@ class MismatchCheck:
         greedy = Sampling(max_new_tokens=count, temperature=0.0, excluded_token_ids=excluded)
         request = Request(0, probe_tokens(self._prompts, longest - count, excluded), seed=0)
         samples = engines.generate_alone(request, greedy)
+        first = sum(all_gather_json(len(samples))[: dist.get_rank()])  # rows of all ranks have different ids
+        samples = [replace(sample, id=first + i) for i, sample in enumerate(samples)]
         rows = [Prompt(0, request.prompt, "", None, {})] * len(samples)
         batch = samples_to_batch(rows, samples, engines.version, routed)
         # Engines report greedy tokens at temperature 1.
@@ -166,11 +169,13 @@ class MismatchCheck:
         mean = mismatch.summarize(whole)["mean_abs"]
         if not mean <= bound:  # nor is NaN
             worst = max((report[1] for report in reports if report[1]), key=lambda sample: sample["mean"])
-            fields = all_gather_json(list(self._unread_fields()) if dist.get_rank() == 0 else [])[0]
+            fields = all_gather_json(dict(self._unread_fields()) if dist.get_rank() == 0 else {})[0]
             raise UserError(self._message(mean, which.format(int(whole["tokens"])), worst, fields, is_probe))
         return True
 
-    def _message(self, mean: float, which: str, worst: dict[str, Any], fields: Sequence[str], is_probe: bool) -> str:
+    def _message(
+        self, mean: float, which: str, worst: dict[str, Any], fields: Mapping[str, float], is_probe: bool
+    ) -> str:
         remedies = ["rollout.engine=hf"] if self._precision.engine != "hf" else []
         remedies += ["rollout.wire=cast"] if self._precision.wire != "cast" else []
         remedies += ["another kv_cache_dtype"] if self._precision.cache not in WHOLE else []
@@ -180,7 +185,8 @@ class MismatchCheck:
         if not is_probe:
             where = f"sample_id {worst['sample_id']} of the prompt {self._prompts.by_id(worst['prompt_id']).where}"
             sample = f"The worst sample, {where}, differs by {worst['mean']:.3g}:"
-        unread = f" Only transformers reads these fields of config.json: {', '.join(fields)}." if fields else ""
+        unread = ", ".join(f"{name} (without it, a narrow copy differs by {fields[name]:.2g} nats)" for name in fields)
+        unread = unread and f" Only transformers reads these fields of config.json: {unread}."
         return (
             f"rollout.max_mismatch={self._setting}: log-probs of engine and trainer differ by {mean:.3g} nats on "
             f"average over the {which}, more than {self._bound:g}. {sample} at position {worst['position']} of its "

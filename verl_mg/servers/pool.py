@@ -76,6 +76,19 @@ class ServerPool(RolloutEngine):
             for request in requests:
                 self._place(request, sampling)
 
+    def generate_on_each(self, request: Request, sampling: Sampling) -> list[Sample]:
+        """Returns a sample of each server that is ready; one that is lost meanwhile leaves its request to another."""
+        with self._lock:
+            self._aborting, ready = False, self._local_ready()
+            for i, (_, client) in enumerate(ready):
+                client.submit([replace(request, id=i)], sampling)
+        if not ready:
+            return self.generate([request], sampling)  # it waits for a server
+        samples: list[Sample] = []
+        while len(samples) < len(ready):
+            samples += self.collect(timeout=1.0)
+        return samples
+
     def collect(self, timeout: float) -> list[Sample]:
         """Returns completed samples; UserError where no server has been ready for LOST_SECONDS."""
         deadline = time.monotonic() + timeout

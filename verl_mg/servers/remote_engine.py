@@ -111,15 +111,10 @@ class RemoteEngine(RequestTracker):
                 reply = self._run(self._client.get(LOADS, HEALTH_SECONDS))
                 self._counts.update(load_counts(reply["loads"]))
 
-    def in_flight(self) -> list[tuple[Request, Sampling]]:
-        """Returns the requests in flight, with their sampling parameters."""
-        return [(running.request, running.sampling) for running in self._running.values()]
-
     def take_unfinished(self) -> list[tuple[Request, Sampling]]:
-        """Returns the requests in flight and forgets them; results that still arrive are ignored."""
-        taken, self._running = self.in_flight(), {}
+        """Implements `RequestTracker.take_unfinished`; a server that returns has no weights of this job."""
         self._version = -1
-        return taken
+        return super().take_unfinished()
 
     def take_done(self) -> list[Sample]:
         """Returns the completed samples that `collect` has not returned."""

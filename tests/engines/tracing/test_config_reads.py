@@ -1,14 +1,16 @@
 """Fields of config.json that only `transformers` reads are recorded, also out of copies of dicts."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
-from transformers import Qwen3Config
+from transformers import CONFIG_MAPPING, Qwen3Config
 
 from tests.helpers import warm_start
+from tests.helpers.tiny_models import nightly
 from tests.helpers.traces import needs_sglang, needs_vllm
-from verl_mg.engines.tracing.config_reads import recorded_reads, unread_fields
+from verl_mg.engines.tracing.config_reads import effects, recorded_reads, unread_fields
 from verl_mg.engines.tracing.tracer import TracedEngine
 from verl_mg.models.tiny_model import make_tiny_model
 
@@ -28,21 +30,43 @@ def test_recorded_reads_of_a_dict_that_is_copied_are_the_keys_that_are_compared(
     assert config.rope_parameters["attention_factor"] == 1.0 and "attention_factor" not in reads
 
 
-@pytest.mark.nightly
+ROPE = {"rope_theta": 1e4, **YARN}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 0}
+
+
 @pytest.mark.parametrize(
-    ("model", "engine", "field"),
+    ("family", "fields", "longest", "found"),
     [
-        pytest.param("qwen3", "sglang", "attention_factor", marks=needs_sglang),
-        pytest.param("mistral", "sglang", "sliding_window", marks=needs_sglang),
-        pytest.param("qwen3", "vllm", None, marks=needs_vllm),
+        ("starcoder2", {"sliding_window": 4096}, 8192, ["sliding_window"]),
+        *nightly(
+            ("starcoder2", {"sliding_window": 4096}, 4096, []),
+            ("mistral", {}, 8192, ["sliding_window"]),  # by default of the family, without the field in config.json
+            ("qwen3", {"rope_parameters": ROPE}, 200, ["attention_factor"]),
+            ("qwen3", {"rope_parameters": ROPE | {"attention_factor": 0.1 * math.log(4) + 1}}, 200, []),
+            ("qwen2", WINDOW, 8192, ["sliding_window"]),
+        ),
     ],
 )
-def test_unread_fields_of_an_engine_have_what_its_model_ignores(tmp_path, model, engine, field):
+def test_effects_have_the_fields_without_which_log_probs_differ(family, fields, longest, found):
+    names = ["dtype", "attention_dropout", "use_cache", "attention_factor", "sliding_window", "eos_token_id"]
+    measured = effects(CONFIG_MAPPING[family](**fields), names, longest)
+    assert list(measured) == found and all(0.05 < nats < 5 for nats in measured.values())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("model", "engine", "found"),
+    [
+        pytest.param("qwen3", "sglang", ["attention_factor"], marks=needs_sglang),
+        pytest.param("mistral", "sglang", ["sliding_window", "attention_factor"], marks=needs_sglang),
+        pytest.param("qwen3", "vllm", [], marks=needs_vllm),
+    ],
+)
+def test_unread_fields_of_an_engine_are_those_that_its_model_ignores(tmp_path, model, engine, found):
     folder = make_tiny_model(tmp_path / "model", "qwen3" if model == "qwen3" else "llama", rope_scaling=YARN)
     if model == "mistral":
         fields = json.loads((folder / "config.json").read_text())
         fields |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 32}
         (folder / "config.json").write_text(json.dumps(fields))
     python = Path(warm_start.vllm().python) if engine == "vllm" else None
-    unread = unread_fields(folder, TracedEngine(engine, python))
-    assert (field in unread) if field else "attention_factor" not in unread
+    assert list(unread_fields(folder, TracedEngine(engine, python), 128)) == found

@@ -9,9 +9,6 @@ A form is right where its tokens have the log-probs of the family's eager attent
 
 from __future__ import annotations
 
-import copy
-import inspect
-import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -33,13 +30,12 @@ from verl_mg.engines.engine import Sampling
 from verl_mg.engines.hf.decoding import TextEnd, decode, draw_tokens
 from verl_mg.errors import UserError
 from verl_mg.models.hf_families import FAMILIES
-from verl_mg.models.shrunk_config import LONGEST_ROW, shrink
-from verl_mg.models.transformers_module import has_images, module_class
+from verl_mg.models.shrunk_config import LONGEST_ROW, narrow_module, random_rows, row_logits, row_logprobs, shrink
+from verl_mg.models.transformers_module import has_images
 
 NEW_TOKENS = 12  # of each proving row
 PROMPTS = (LONGEST_ROW // 3, LONGEST_ROW - NEW_TOKENS, LONGEST_ROW // 3, LONGEST_ROW // 2)  # their tokens
 TOLERANCE = 1e-4  # nats in float32
-TOKENS = (4, 200)  # special tokens, such as placeholders of images, have the first and the last ids
 
 
 class Form(Enum):
@@ -74,12 +70,12 @@ def family_form(config: PreTrainedConfig, longest_row: int, is_trained: bool) ->
         eager = getattr(text, "attn_logit_softcapping", None) or text.model_type == "gpt_oss"
         return FamilyForm(Form.PADDED, "eager" if eager else "sdpa")
     narrow = shrink(config, longest_row).config
-    prompts = _prompts(narrow.get_text_config().vocab_size)
+    prompts = random_rows(narrow, PROMPTS)
     reason = ""
     for attention in ("sdpa", "eager"):
         try:
-            module = _module(narrow, attention)
-            expected, computed = (_logprobs(each, prompts) for each in (_module(narrow, "eager"), module))
+            module = narrow_module(narrow, attention)
+            expected, computed = (row_logprobs(each, prompts) for each in (narrow_module(narrow, "eager"), module))
             difference = _difference(expected, computed)
         except Exception as error:  # of any kind: it is the code of any family
             difference = str(error) or type(error).__name__
@@ -117,7 +113,7 @@ def generate(
         draw = _Draw(index, uniforms[index], torch.tensor(limits)[index], sampling, aborted, text_end)
         if form is Form.WHOLE:
             while draw.running.any() and not (draw.started and aborted()):
-                drawn = draw(ids, _logits(module, ids)[:, -1]).argmax(-1, keepdim=True)
+                drawn = draw(ids, row_logits(module, ids)[:, -1]).argmax(-1, keepdim=True)
                 ids = torch.cat([ids, drawn], 1)
             results |= dict(zip(numbers, draw.results(), strict=True))
             continue
@@ -200,12 +196,12 @@ def _failure(narrow: PreTrainedConfig, attention: str, form: Form, prompts: Sequ
     limits = [NEW_TOKENS, NEW_TOKENS, NEW_TOKENS // 2, NEW_TOKENS]
     arguments = (prompts, uniforms, limits, sampling, lambda: False)
     try:
-        module = _module(narrow, attention)
+        module = narrow_module(narrow, attention)
         results = decode(module, *arguments) if form is Form.PADDED else generate(module, form, *arguments)
         rows = [(*prompt, *tokens) for prompt, (tokens, _) in zip(prompts, results, strict=True)]
         expected = [
             row[len(prompt) - 1 :]
-            for prompt, row in zip(prompts, _logprobs(_module(narrow, "eager"), rows), strict=True)
+            for prompt, row in zip(prompts, row_logprobs(narrow_module(narrow, "eager"), rows), strict=True)
         ]
         return _difference(expected, [torch.tensor(logprobs) for _, logprobs in results])
     except Exception as error:  # of any kind: it is the code of any family
@@ -215,37 +211,3 @@ def _failure(narrow: PreTrainedConfig, attention: str, form: Form, prompts: Sequ
 def _difference(expected: Sequence[Tensor], computed: Sequence[Tensor]) -> str:
     error = float((torch.cat(list(expected)) - torch.cat(list(computed))).abs().max())
     return "" if error <= TOLERANCE else f"log-probs differ by {error:.2g}"
-
-
-def _prompts(vocab: int) -> list[tuple[int, ...]]:
-    tokens = torch.randint(*TOKENS, (sum(PROMPTS),), generator=torch.Generator().manual_seed(0)) % vocab
-    return [tuple(part.tolist()) for part in tokens.split(list(PROMPTS))]
-
-
-def _logprobs(module: Any, rows: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Returns the log-probs of the tokens of each row but its first one, each row by itself."""
-    results = []
-    for row in rows:
-        ids = torch.tensor([row])
-        # A copy: a module may keep frequencies of the longest row so far.
-        logits = _logits(copy.deepcopy(module), ids)[0, :-1]
-        results.append(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0])
-    return results
-
-
-def _logits(module: Any, ids: Tensor) -> Tensor:
-    """Returns the logits (n, t, V) in float32 of whole rows (n, t)."""
-    options = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
-    logits: Tensor = module(input_ids=ids, **options).logits
-    return logits.float()
-
-
-def _module(narrow: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        options = {"dtype": torch.float32, "attn_implementation": attention}
-        module: PreTrainedModel = module_class(narrow).from_config(copy.deepcopy(narrow), **options)
-        for parameter in module.parameters():
-            if parameter.dim() > 1:  # the usual random values are so small that a missing mask hardly changes outputs
-                torch.nn.init.normal_(parameter, std=1 / math.sqrt(max(parameter.shape[1:])))
-    return module.eval().requires_grad_(False)

@@ -1,8 +1,10 @@
-"""Fields of config.json that `transformers` reads and an engine's model does not, recorded while both build the model.
+"""Fields of a configuration that `transformers` reads and an engine's model does not, with what each of them changes.
 
     this process                                          `PYTHON -m verl_mg.engines.tracing.config_reads ENGINE FOLDER`
     builds the module of transformers without memory      builds the engine's model class on the CPU
     and passes a row through it                           writes FOLDER/reads.json: names of the fields that it has read
+    computes a narrow copy with and without each field
+    that only transformers has read
 
 A field counts as read where the value is taken by its name, also out of a dict within the configuration, of which an
 engine may first make a copy, and compare each key with those that it knows.
@@ -15,10 +17,10 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,27 +29,67 @@ from verl_mg.engines.kinds import PROCESSES
 from verl_mg.engines.tracing.tracer import TracedEngine
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
+from verl_mg.models.shrunk_config import LONGEST_ROW, narrow_module, random_rows, row_logprobs, shrink
 from verl_mg.models.transformers_module import meta_module, read_module_config
 from verl_mg.sharding.traced_table import EngineName
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 READS = "reads.json"
+SMALLEST_EFFECT = 1e-4  # nats; an epsilon of a norm or the order of a sum changes less
 SECONDS = 300.0  # for an engine to import and build its model
 
 
-def unread_fields(model_dir: Path, engine: TracedEngine) -> list[str]:
-    """Returns the fields that only `transformers` reads, nested ones too, whose values are not null, 0 or false.
+def unread_fields(model_dir: Path, engine: TracedEngine, longest_row: int) -> dict[str, float]:
+    """Returns the fields that only `transformers` reads, nested ones too, and by how many nats each changes log-probs.
 
-    Layers are cut to a few where they are many; [] where the engine's model cannot be built here.
+    The largest comes first. {} where the engine's model or a narrow copy cannot be built here.
     """
-    fields = dict(_leaves(json.loads((model_dir / "config.json").read_text(encoding="utf-8"))))
     with (
         tempfile.TemporaryDirectory(prefix="reads-") as folder,
         suppress(UserError, OSError, subprocess.SubprocessError),
     ):
         theirs = _reads_of_engine(model_dir, engine, Path(folder))
         ours = _reads_of_transformers(model_dir)
-        return sorted(name for name in ours - theirs if fields.get(name))
-    return []
+        return effects(read_module_config(model_dir), ours - theirs, longest_row)
+    return {}
+
+
+def effects(config: PretrainedConfig, names: Iterable[str], longest_row: int) -> dict[str, float]:
+    """Returns those fields without which a narrow copy has other log-probs, the mean difference in nats of each.
+
+    Rows of the copy cross the bounds that `longest_row` tokens cross.
+    """
+    narrow = shrink(config, longest_row).config
+    module, rows = narrow_module(narrow), random_rows(narrow, [LONGEST_ROW])
+    (expected,) = row_logprobs(module, rows)
+
+    def effect(name: str) -> float:
+        largest = 0.0
+        # What a program computes that does not read a field: as by default, or as without what the field turns on.
+        for null in (False, True):
+            # A family may not have the one or the other, or other weights then: of any kind, it is a library's code.
+            with suppress(Exception):
+                other = narrow_module(type(narrow).from_dict(_without(narrow.to_dict(), name, null)))
+                other.load_state_dict(module.state_dict())
+                difference = float((row_logprobs(other, rows)[0] - expected).abs().mean())
+                largest = max(largest, difference if difference >= SMALLEST_EFFECT else 0.0)
+        return largest
+
+    changed = {name: effect(name) for name in sorted(names)}
+    return {name: changed[name] for name in sorted(changed, key=lambda name: -changed[name]) if changed[name]}
+
+
+def _without(fields: dict[str, Any], name: str, null: bool) -> dict[str, Any]:
+    """Returns fields without a name, at any depth, or with null or false in its place."""
+    result = {}
+    for key, value in fields.items():
+        if key != name:
+            result[key] = _without(value, name, null) if isinstance(value, dict) else value
+        elif null:
+            result[key] = False if isinstance(value, bool) else None
+    return result
 
 
 def _reads_of_transformers(model_dir: Path) -> set[str]:
@@ -69,13 +111,6 @@ def _reads_of_engine(model_dir: Path, engine: TracedEngine, folder: Path) -> set
     command = [kind.python(engine.python), "-m", __name__, engine.name, str(model_dir.absolute()), str(folder)]
     subprocess.run(command, env=variables, capture_output=True, timeout=SECONDS, check=True)
     return set(json.loads((folder / READS).read_text(encoding="utf-8")))
-
-
-def _leaves(fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in fields.items():
-        yield name, value
-        if isinstance(value, dict):
-            yield from _leaves(value)
 
 
 class _Key(str):
