@@ -21,7 +21,7 @@ PADDED, EQUAL, WHOLE = Form
 # What each stands for: states, caches of a family, biases of positions, windows of layers, fields that differ by layer.
 FAMILIES = (
     ("mamba", EQUAL),
-    *nightly(("minimax", EQUAL), ("deepseek_v4", EQUAL), ("bloom", PADDED), ("granite_swa", PADDED)),
+    *nightly(("minimax", EQUAL), ("bloom", PADDED), ("granite_swa", PADDED)),
     *nightly(("lfm2", PADDED), ("falcon_h1", PADDED), ("gemma4_text", PADDED), ("mimo_v2_flash", PADDED)),
 )
 
