@@ -52,11 +52,6 @@ def test_scale_and_softcap_are_measured_and_any_other_function_is_none(
         ("falcon_h1", {"lm_head_multiplier": 0.3}, LogitScale(0.3)),  # a field of the body
         ("llama4_text", {}, LogitScale()),  # whose body has another name than the class says
         ("bart", {}, LogitScale()),  # whose body is a decoder within a wrapper
-        (
-            "minicpm3",
-            {"hidden_size": 512, "num_attention_heads": 8, "dim_model_base": 128},
-            LogitScale(0.25),
-        ),  # before the output layer
         ("gemma3n_text", {"final_logit_softcapping": 9.0}, LogitScale(1.0, 9.0)),
     ],
 )

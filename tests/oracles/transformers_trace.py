@@ -52,9 +52,6 @@ def _loaded_by_transformers(model_dir: Path, tensors: dict[str, Tensor]) -> Iter
     parameters = dict(model.named_parameters())
     unfilled = sorted(missing & parameters.keys())
     assert not unfilled, f"transformers finds no tensor of the checkpoint for {', '.join(unfilled[:4])}"
-    for name, parameter in parameters.items():
-        experts = model.get_submodule(name.rpartition(".")[0])
-        transposed = getattr(experts, "is_transposed", False) and parameter.dim() == 3  # (experts, in, out)
-        yield name, parameter.mT if transposed else parameter
+    yield from parameters.items()
     saved = model.state_dict().keys() - missing
     yield from ((name, b) for name, b in model.named_buffers() if name in saved)

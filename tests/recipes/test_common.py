@@ -505,7 +505,8 @@ SIZES = ["job.iterations=2", "job.save=false", "algorithm.prompts_per_iteration=
 
 
 def run(ranks, name, task, output, choice, overrides=()):
-    overrides = [*SIZES, f"algorithm.old_logprobs={choice}", *overrides]
+    # The check of the first iteration computes log-probs too.
+    overrides = [*SIZES, "rollout.max_mismatch=null", f"algorithm.old_logprobs={choice}", *overrides]
     return tiny_run(ranks, name, task, output, overrides, count=1)
 
 

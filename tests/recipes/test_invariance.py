@@ -51,7 +51,10 @@ def task(ranks, tasks, tmp_path_factory) -> Path:
 def first_iteration(
     ranks, name: str, task, output, count: int, overrides: list[str], split: bool = False
 ) -> dict[str, float]:
-    known = load_recipe(RECIPES / f"{name}.py").config.model_fields
+    recipe = load_recipe(RECIPES / f"{name}.py")
+    known, built = recipe.config.model_fields, recipe.roles(recipe.config())
+    # Sections of other roles have no effect.
+    overrides = [text for text in overrides if (role := text.partition(".")[0]) not in TRAINED or role in built]
     if name in TEACHER_OF:
         # Any other model can teach.
         overrides = [*overrides, f"reference.path={task / 'mixture'}"]

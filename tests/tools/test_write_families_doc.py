@@ -28,11 +28,11 @@ def test_document_has_every_family_with_an_outcome_of_each_check() -> None:
 def test_outcome_of_a_family_is_its_form_or_a_refusal(tmp_path: Path, ranks, family: str, form: str) -> None:
     assert make_model(family, tmp_path / family).outcome == "works"
     if form in OUTCOMES:
-        ((outcome, _),) = ranks(1, outcome_of_rows, tmp_path / family)
+        ((outcome, _),) = ranks.run(1, outcome_of_rows, tmp_path / family)
         assert outcome == form
     else:
         with pytest.raises(Exception, match=form):
-            ranks(1, outcome_of_rows, tmp_path / family)
+            ranks.run(1, outcome_of_rows, tmp_path / family)
 
 
 def outcome_of_rows(model: Path) -> tuple[str, str]:

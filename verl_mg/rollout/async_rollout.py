@@ -103,7 +103,6 @@ class AsyncRollout(Rollout):
             if self._bound.stale == "drop":
                 in_flight = [entry for report in all_gather_json(self._worker.in_flight_versions()) for entry in report]
                 self._drop_stale(self._bound.too_old(self._groups.training, in_flight))
-        self._worker.start()  # only the first time: before, the engines had no weights
 
     # -- checkpoints
 
@@ -130,6 +129,10 @@ class AsyncRollout(Rollout):
         # Groups that were complete in the checkpoint are missing in the queue's count of complete groups.
         self._num_consumed = len(queued) - len(self._groups.training)
         self._append(queued)
+
+    def resume_in_flight(self) -> None:
+        """Lets the worker continue unfinished samples; the engines have weights, and nobody else uses them."""
+        self._worker.start()
 
     # -- one call
 
