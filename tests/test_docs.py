@@ -128,9 +128,14 @@ def test_page_with_configuration_keys_names_existing_keys(name):
         text = "\n".join(line.split("|")[2] for line in text.splitlines() if line.count("|") > 3)
     for key in KEY.findall(text):
         of_job = key.startswith("job.") and _is_of_job(key.split(".")[1])
-        if key.startswith(("megatron.core", "model.layers", "model.decoder")) or key in FIELDS_OF_RECORDS:  # modules
+        if (
+            key.startswith(("megatron.core", "model.layers", "model.decoder", "model.language_model"))
+            or key in FIELDS_OF_RECORDS
+        ):  # modules
             continue
-        if not of_job and not key.endswith((".py", ".md", ".yaml", ".json", ".jsonl", ".parquet", ".png")):
+        if not of_job and not key.endswith(
+            (".py", ".md", ".yaml", ".json", ".jsonl", ".parquet", ".png", ".safetensors")
+        ):
             assert is_key(key, kinds), f"{name} names {key}"
 
 

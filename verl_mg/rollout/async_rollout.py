@@ -131,7 +131,7 @@ class AsyncRollout(Rollout):
         self._append(queued)
 
     def resume_in_flight(self) -> None:
-        """Lets the worker continue unfinished samples; the engines have weights, and nobody else uses them."""
+        """Starts the worker, which continues unfinished samples, after the engines have weights and answered the row alone."""
         self._worker.start()
 
     # -- one call
