@@ -131,7 +131,7 @@ class AsyncRollout(Rollout):
         self._append(queued)
 
     def resume_in_flight(self) -> None:
-        """Starts the worker, which continues unfinished samples, after the engines have weights and answered the row alone."""
+        """Starts the worker, once: until now the engines had no weights, or a row for a check."""
         self._worker.start()
 
     # -- one call
