@@ -148,7 +148,9 @@ class SampleWriter:
     def _texts(self, rows: Batch) -> dict[str, pa.Array]:
         samples = [self._sample_texts.of_row(rows, row) for row in range(len(rows))]
         texts: dict[str, list[Any]] = {name: [getattr(sample, name, None) for sample in samples] for name in TEXTS}
-        texts["source"] = [self._sample_texts.prompts.by_id(prompt).source for prompt in rows["prompt_id"].tolist()]
+        prompts = [self._sample_texts.prompts.by_id(prompt) for prompt in rows["prompt_id"].tolist()]
+        # With what the template begins a reply, which is in the response too, as rewards see it.
+        texts |= {"prompt": [prompt.text for prompt in prompts], "source": [prompt.source for prompt in prompts]}
         scores = {name.removeprefix(PART): rows[name].tolist() for name in _parts_of(rows)}
         parts = [
             [(name, values[row]) for name, values in scores.items() if values[row] == values[row]]  # not NaN
