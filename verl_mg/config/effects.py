@@ -30,6 +30,10 @@ def _has_cp(role: str, config: Config) -> bool:
     return config.section(role).parallel_sizes.cp > 1
 
 
+def _has_engine(name: str, config: Config) -> bool:
+    return config.rollout.engine == name
+
+
 AGENTS = "agent_options agent_timeout_s agent_concurrency agent_retries agent_failure_reward agent_trained agent_host"
 NEEDS = (
     Needs("rollout", "max_turns tool_timeout_s", lambda c: c.rollout.tools, "there are no tools. Set rollout.tools"),
@@ -38,17 +42,18 @@ NEEDS = (
     Needs("rollout", AGENTS, lambda c: c.rollout.has_agents, "no agent makes the samples. Set rollout.agent"),
     Needs("rollout", "max_staleness stale keep_kv_cache", lambda c: c.rollout.mode == "async",
           "weights never reach requests in flight. Set rollout.mode=async"),
-    Needs("rollout", "vllm", lambda c: c.rollout.engine == "vllm",
-          "these are arguments of another engine. Set rollout.engine=vllm"),
-    Needs("rollout", "sglang", lambda c: c.rollout.engine == "sglang",
-          "these are arguments of another engine. Set rollout.engine=sglang"),
-    Needs("rollout", "python", lambda c: c.rollout.engine != "hf" and not c.rollout.has_servers,
+    *(
+        Needs("rollout", name, partial(_has_engine, name),
+              f"these are arguments of another engine. Set rollout.engine={name}")
+        for name in ("vllm", "sglang")
+    ),
+    Needs("rollout", "python", lambda c: c.rollout.has_processes and not c.rollout.has_servers,
           "the job starts no process of an engine. Set rollout.engine=sglang or vllm"),
-    Needs("rollout", "layout", lambda c: c.rollout.engine != "hf",
+    Needs("rollout", "layout", lambda c: c.rollout.has_processes,
           "the engine hf has the layout of the actor. Set rollout.engine=sglang or vllm"),
-    Needs("rollout", "memory_fraction", lambda c: c.rollout.engine != "hf" and not c.rollout.has_servers,
+    Needs("rollout", "memory_fraction", lambda c: c.rollout.has_processes and not c.rollout.has_servers,
           "the job starts no engine that reserves memory. Set rollout.engine=sglang or vllm"),
-    Needs("rollout", "sleep", lambda c: c.rollout.engine != "hf" and not c.rollout.has_servers
+    Needs("rollout", "sleep", lambda c: c.rollout.has_processes and not c.rollout.has_servers
           and not c.rollout.num_ranks, "no engine shares the memory of training. Set rollout.engine=sglang or vllm"),
     Needs("rollout", "api_key_env admin_key_env weight_transfer", lambda c: c.rollout.has_servers,
           "the job starts its engines itself. Set rollout.urls"),

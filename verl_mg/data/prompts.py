@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import chain
@@ -271,3 +271,20 @@ class Mixture:
         name = max(self._sets, key=lambda name: self._weights[name] * turn - total * self._taken[name])
         self._taken[name] += 1
         return name
+
+
+def longest_row(prompts: Iterable[Prompt], limits: Mapping[str, int], limit: int, positions: int) -> int:
+    """Returns the most tokens that a prompt and its response have, which must be within a model's positions.
+
+    New tokens are at most `limits` by the name of a set, and `limit` elsewhere.
+    """
+    longest = 0
+    for prompt in prompts:
+        new = limits.get(prompt.source, limit)
+        if (longest := max(longest, len(prompt.tokens) + new)) > positions:
+            raise UserError(
+                f"{prompt.place}: the prompt has {len(prompt.tokens)} tokens, with max_new_tokens={new} that is more "
+                f"than the {positions} positions of the model; lower rollout.max_new_tokens or that of the set, or "
+                "lower data.max_prompt_tokens with data.overlong_prompts=drop"
+            )
+    return longest

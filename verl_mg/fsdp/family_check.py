@@ -25,7 +25,7 @@ from verl_mg import device
 from verl_mg.batch import Batch
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.errors import UserError
-from verl_mg.fsdp.family_reference import SEED, TOKENS, TOLERANCE, Computed, FamilyReference, joined, one_line, recorded
+from verl_mg.fsdp.family_reference import SEED, TOLERANCE, Computed, FamilyReference, joined, one_line, recorded
 from verl_mg.fsdp.mesh import MeshGroups, TensorRanks
 from verl_mg.fsdp.model import (
     PackedModule,
@@ -40,6 +40,7 @@ from verl_mg.fsdp.packed_rows import RowsReader
 from verl_mg.fsdp.shard_map import ParameterSplit
 from verl_mg.layout import Layout, Placement
 from verl_mg.models.hf_config import other_choice
+from verl_mg.models.shrunk_config import ORDINARY_TOKENS
 from verl_mg.sharding.model_table import Head
 from verl_mg.sharding.module_table import ModuleTable
 from verl_mg.training.logprobs import LOGPROBS
@@ -87,7 +88,7 @@ def check_module(packed: PackedModule, reader: RowsReader, shard: TokenShard, dt
     """Checks the real module by two short passes; all ranks of the placement call it together."""
     generator = torch.Generator().manual_seed(SEED)
     vocab = packed.module.config.get_text_config().vocab_size
-    tokens = torch.arange(*TOKENS) % vocab
+    tokens = torch.arange(*ORDINARY_TOKENS) % vocab
     if reader.packer:
         tokens = tokens[~reader.packer.of_images(tokens)]
     row, other = tokens[torch.randint(len(tokens), (2, PROBED), generator=generator)]

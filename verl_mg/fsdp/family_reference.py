@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,16 +18,13 @@ from verl_mg.batch import Batch
 from verl_mg.errors import UserError
 from verl_mg.fsdp.model import HEAD, generic, takes
 from verl_mg.fsdp.output import body_of
-from verl_mg.models.shrunk_config import LONGEST_ROW, shrink
-from verl_mg.models.tiny_model import CHOICES
-from verl_mg.models.transformers_module import module_class, read_module_config
+from verl_mg.models.shrunk_config import LONGEST_ROW, ORDINARY_TOKENS, narrow_module, shrink
+from verl_mg.models.transformers_module import read_module_config
 from verl_mg.sharding.model_table import Head
 
 TOLERANCE = 1e-5  # of float32 outputs, times the largest of them
 ROW_LENGTHS = (LONGEST_ROW // 3, LONGEST_ROW, LONGEST_ROW - 2)
 """Tokens of the rows. The last one crosses, after the longest, nearly every bound that this crosses."""
-TOKENS = (4, 200)
-"""Range of the tokens of rows: special ones, such as tokens of images, have the first and the last ids."""
 SEED = 0
 
 
@@ -65,7 +61,7 @@ class FamilyReference:
         vocab, generator = self.config.get_text_config().vocab_size, torch.Generator().manual_seed(SEED)
         lengths = torch.tensor(ROW_LENGTHS)
         total = int(lengths.sum())
-        rows = Batch(lengths, {"tokens": torch.randint(*TOKENS, (total,), generator=generator) % vocab})
+        rows = Batch(lengths, {"tokens": torch.randint(*ORDINARY_TOKENS, (total,), generator=generator) % vocab})
         rows["loss_mask"] = torch.ones(total, dtype=torch.bool)
         rows["weights"] = torch.randn(total, generator=generator)
         return [rows, rows.select([0])]
@@ -139,38 +135,16 @@ class FamilyReference:
 
     @cached_property
     def _module(self) -> Any:
-        with self._with_user_errors(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(SEED)
-            options = {"dtype": torch.float32, "attn_implementation": "eager"}
-            module: Any = module_class(self.config).from_config(copy.deepcopy(self.config), **options)
-        generator = torch.Generator().manual_seed(SEED)
-        trained = dict(module.named_parameters())
-        with torch.no_grad():
-            for name, tensor in {**trained, **module.state_dict(keep_vars=True)}.items():
-                if name in trained or not isinstance(tensor, nn.Parameter):
-                    _vary(tensor, generator)
+        with self._with_user_errors():
+            module: Any = narrow_module(self.config).requires_grad_(True)
         module.get_input_embeddings().padding_idx = None  # as in `module_of`
-        return module.to(device.current_device()).eval()
+        return module.to(device.current_device())
 
     @cached_property
     def _score(self) -> Tensor:
         hidden = self.config.get_text_config().hidden_size
         values = torch.randn(1, hidden, generator=torch.Generator().manual_seed(SEED)) / hidden**0.5
         return values.to(device.current_device()).requires_grad_()
-
-
-def _vary(tensor: Tensor, generator: torch.Generator) -> None:
-    """Gives matrices the size with which they pass on what they are given, and varies everything else."""
-    if not tensor.is_floating_point():
-        tensor.copy_(torch.randint(CHOICES, tensor.shape, generator=generator))
-        return
-    # The usual random values are so small that even a missing mask hardly changes an output.
-    noise = torch.randn(tensor.shape, generator=generator)
-    mean, spread = float(tensor.mean()), float(tensor.std()) if tensor.numel() > 1 else 0.0
-    if tensor.dim() > 1 and abs(mean) <= 0.5 * spread:
-        tensor.copy_(noise / math.sqrt(max(tensor.shape[1:])))
-    else:
-        tensor.add_(0.1 * noise)
 
 
 @contextmanager

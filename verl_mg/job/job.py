@@ -14,7 +14,7 @@ All ranks take each step together.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -36,6 +36,7 @@ from verl_mg.data import (
     PromptFeed,
     Prompts,
     demonstrations_batch,
+    longest_row,
     num_demonstrations,
     pairs_batch,
     read_prompts,
@@ -431,8 +432,10 @@ class RunningJob:
 
     def _build_rollout(self, records: list[RolloutRecord], learns: bool) -> Rollout:
         config, model = self.config.rollout, self._model
-        longest = self._check_lengths(() if self._evaluates_only else self.prompts, model.max_positions)
-        self._check_lengths(self.test_prompts or (), model.max_positions)
+        prompts, new_tokens = () if self._evaluates_only else self.prompts, config.max_new_tokens
+        longest = longest_row(prompts, {}, new_tokens, model.max_positions)
+        of_test = {of_set.name: int(of_set.sampling["max_new_tokens"]) for of_set in self._sets}
+        longest_row(self.test_prompts or (), of_test, new_tokens, model.max_positions)
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
@@ -492,18 +495,3 @@ class RunningJob:
             return self._multi_turn
 
         return with_turns
-
-    def _check_lengths(self, prompts: Iterable[Prompt], positions: int) -> int:
-        """Returns the length of the longest row, which the model must have."""
-        of_test = {of_set.name: of_set.sampling["max_new_tokens"] for of_set in self._sets}
-        limits = of_test if prompts is self.test_prompts else {}
-        longest = 0
-        for prompt in prompts:
-            limit = int(limits.get(prompt.source, self.config.rollout.max_new_tokens))
-            if (longest := max(longest, len(prompt.tokens) + limit)) > positions:
-                raise UserError(
-                    f"{prompt.place}: the prompt has {len(prompt.tokens)} tokens, with max_new_tokens={limit} that is "
-                    f"more than the {positions} positions of the model; lower rollout.max_new_tokens or that of the "
-                    "set, or lower data.max_prompt_tokens with data.overlong_prompts=drop"
-                )
-        return longest

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from verl_mg.errors import UserError
+from verl_mg.models.tiny_model import CHOICES as INTEGERS
 from verl_mg.models.transformers_module import module_class, text_fields
 
 if TYPE_CHECKING:
@@ -133,10 +134,26 @@ def narrow_module(config: PretrainedConfig, attention: str = "eager") -> PreTrai
         torch.manual_seed(0)
         options = {"dtype": torch.float32, "attn_implementation": attention}
         module: PreTrainedModel = module_class(config).from_config(deepcopy(config), **options)
-        for parameter in module.parameters():
-            if parameter.dim() > 1:  # the usual random values are so small that a missing mask hardly changes outputs
-                torch.nn.init.normal_(parameter, std=1 / math.sqrt(max(parameter.shape[1:])))
+    generator, trained = torch.Generator().manual_seed(0), dict(module.named_parameters())
+    with torch.no_grad():
+        for name, tensor in {**trained, **module.state_dict(keep_vars=True)}.items():
+            if name in trained or not isinstance(tensor, nn.Parameter):
+                _vary(tensor, generator)
     return module.eval().requires_grad_(False)
+
+
+def _vary(tensor: Tensor, generator: torch.Generator) -> None:
+    """Gives matrices the size with which they pass on what they are given, and varies everything else."""
+    if not tensor.is_floating_point():
+        tensor.copy_(torch.randint(INTEGERS, tensor.shape, generator=generator))
+        return
+    # The usual random values are so small that even a missing mask hardly changes an output.
+    noise = torch.randn(tensor.shape, generator=generator)
+    mean, spread = float(tensor.mean()), float(tensor.std()) if tensor.numel() > 1 else 0.0
+    if tensor.dim() > 1 and abs(mean) <= 0.5 * spread:
+        tensor.copy_(noise / math.sqrt(max(tensor.shape[1:])))
+    else:
+        tensor.add_(0.1 * noise)
 
 
 def row_logits(module: Any, ids: Tensor) -> Tensor:
