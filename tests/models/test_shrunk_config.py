@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from verl_mg.errors import UserError
-from verl_mg.models.shrunk_config import LONGEST_ROW, shrink
+from verl_mg.models.shrunk_config import LONGEST_ROW, narrow_module, shrink
 from verl_mg.models.transformers_module import module_class
 
 WIDEST = 400  # elements of the widest matrix of a copy along either dimension
@@ -112,6 +112,12 @@ def test_a_family_without_layers_that_can_be_counted_is_refused_in_one_line() ->
     ) as error:
         shrink(CONFIG_MAPPING["blt"](), 1024)
     assert "\n" not in str(error.value)
+
+
+def test_no_token_ends_a_row_of_a_narrow_module() -> None:
+    ending = list(range(256))
+    module = narrow_module(shrink(CONFIG_MAPPING["llama"](eos_token_id=ending), 64).config)
+    assert module.generate(torch.tensor([[5, 6]]), max_new_tokens=9, pad_token_id=0).shape == (1, 11)
 
 
 @pytest.mark.nightly

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from verl_mg import device
 from verl_mg.batch import Batch
-from verl_mg.errors import UserError
+from verl_mg.errors import UserError, one_line
 from verl_mg.fsdp.model import HEAD, generic, takes
 from verl_mg.fsdp.output import body_of
 from verl_mg.models.shrunk_config import LONGEST_ROW, ORDINARY_TOKENS, narrow_module, shrink
@@ -38,13 +38,7 @@ class Computed:
 
 
 class FamilyReference:
-    """Shrunk copy of the model of a directory.
-
-    Attributes:
-        config: its configuration. Rows of it cross the windows and original lengths that the longest row of the job
-            crosses.
-        where: name of the model's config.json, for messages.
-    """
+    """Shrunk copy of the model of a directory, whose rows cross the bounds that the longest row of the job crosses."""
 
     def __init__(self, model_dir: Path, head: Head, longest_row: int, divisor: int = 1) -> None:
         self.where, self._head = str(model_dir / "config.json"), head
@@ -190,8 +184,3 @@ def _as_user_error(what: str) -> Iterator[None]:
         raise UserError(
             f"{what} does not run in transformers ({one_line(error)}). Use shorter rows, or another model."
         ) from error
-
-
-def one_line(error: BaseException) -> str:
-    """Returns an exception in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}".removesuffix(".")

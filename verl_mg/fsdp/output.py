@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from verl_mg.errors import UserError
+from verl_mg.errors import UserError, one_line
 from verl_mg.models.hf_config import other_choice
 
 SMALL, LARGE = 2.0**-14, 2.0**30
@@ -65,7 +65,7 @@ def read_logit_scale(model: Any, model_dir: Path) -> LogitScale:
         scale = LogitScale.measured(lambda products: _module_logits(model, products))
         reason = ""
     except Exception as error:  # of code that was not written for a probe: of any kind
-        scale, reason = None, f" ({type(error).__name__}: {' '.join(str(error).split()).removesuffix('.')})"
+        scale, reason = None, f" ({one_line(error)})"
     if scale is None:
         raise UserError(
             f"{where}: {type(model).__name__} computes logits in a way that is not known{reason}. "

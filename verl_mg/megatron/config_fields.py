@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import partial
-from traceback import extract_tb
 from types import GenericAlias, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -20,7 +19,7 @@ import torch
 from pydantic import PlainValidator, TypeAdapter, ValidationError
 
 from verl_mg.config.reference import in_words
-from verl_mg.errors import UserError
+from verl_mg.errors import UserError, one_line
 from verl_mg.library import is_installed
 from verl_mg.megatron.core_version import VERSION
 
@@ -230,10 +229,8 @@ def build_config(part: str, kind: Callable[..., Built], fields: Fields, given: M
     except (ValueError, AssertionError, RuntimeError, ImportError, NotImplementedError) as error:
         if not given:
             raise  # a mistake of this project, not of the configuration
-        # Some of its assertions have no message, but all have a condition.
-        reason = " ".join(str(error).split()).rstrip(".") or extract_tb(error.__traceback__)[-1].line
         raise UserError(
-            f"megatron.{part}: megatron-core refuses {', '.join(given)} ({reason}). Correct or remove them."
+            f"megatron.{part}: megatron-core refuses {', '.join(given)} ({one_line(error)}). Correct or remove them."
         ) from None
 
 

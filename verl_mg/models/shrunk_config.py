@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
-from verl_mg.errors import UserError
+from verl_mg.errors import UserError, one_line
 from verl_mg.models.tiny_model import CHOICES as INTEGERS
 from verl_mg.models.transformers_module import module_class, text_fields
 
@@ -121,10 +122,9 @@ def _shrink(config: PretrainedConfig, longest_row: int, divisor: int) -> ShrunkC
                     return ShrunkConfig(copy, bounds.factor)
             except Exception as error:
                 failure = error
-    reason = " ".join(str(failure).split()).removesuffix(".")
     raise UserError(
         f"model_type {config.model_type!r}: no narrow copy of it runs with rows in proportion to {longest_row} tokens "
-        f"({type(failure).__name__}: {reason}). Use shorter rows, or a causal language model."
+        f"({one_line(failure)}). Use shorter rows, or a causal language model."
     ) from failure
 
 
@@ -134,6 +134,7 @@ def narrow_module(config: PretrainedConfig, attention: str = "eager") -> PreTrai
         torch.manual_seed(0)
         options = {"dtype": torch.float32, "attn_implementation": attention}
         module: PreTrainedModel = module_class(config).from_config(deepcopy(config), **options)
+    module.generation_config = GenerationConfig()  # a token that ends texts does not end a row of random tokens
     generator, trained = torch.Generator().manual_seed(0), dict(module.named_parameters())
     with torch.no_grad():
         for name, tensor in {**trained, **module.state_dict(keep_vars=True)}.items():

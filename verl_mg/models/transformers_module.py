@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from verl_mg.errors import UserError
+from verl_mg.errors import UserError, one_line
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig, read_config, weight_map
 from verl_mg.models.hf_families import SAME_AS
 
@@ -76,10 +76,9 @@ def _as_user_error(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = " ".join(str(error).split())
         raise UserError(
-            f"{path}: transformers {transformers.__version__} cannot load it ({type(error).__name__}: "
-            f"{reason.removesuffix('.')}). Use a model that it supports without further code."
+            f"{path}: transformers {transformers.__version__} cannot load it ({one_line(error)}). "
+            "Use a model that it supports without further code."
         ) from error
 
 

@@ -85,3 +85,22 @@ def test_family_that_decodes_otherwise_than_it_computes_is_refused_for_training(
     with pytest.raises(UserError, match=r"rollout\.engine=hf: a narrow copy of 'phi3' .*: with one row after another"):
         family_form(CONFIG_MAPPING["phi3"](), LONGEST, is_trained=True)
     assert family_form(CONFIG_MAPPING["phi3"](), LONGEST, is_trained=False).form is WHOLE
+
+
+def test_faster_form_with_eager_attention_is_before_a_slower_one_with_sdpa(monkeypatch):
+    right = {(PADDED, "eager"), (EQUAL, "sdpa"), (EQUAL, "eager")}
+    monkeypatch.setattr(
+        family_forms, "_failure", lambda n, attention, form, p: "" if (form, attention) in right else "x"
+    )
+    assert family_form(CONFIG_MAPPING["phi3"](), LONGEST, is_trained=True) == (PADDED, "eager", "")
+    right.remove((PADDED, "eager"))
+    assert family_form(CONFIG_MAPPING["phi3"](), LONGEST, is_trained=True)[:2] == (EQUAL, "sdpa")
+
+
+def test_family_whose_whole_rows_do_not_run_is_refused_for_training_with_the_reason(monkeypatch):
+    def fails(*_):
+        raise ValueError("no\nrows.")
+
+    monkeypatch.setattr(family_forms, "row_logprobs", fails)
+    with pytest.raises(UserError, match=r"does not run over whole rows \(ValueError: no rows\)\. Use shorter"):
+        family_form(CONFIG_MAPPING["phi3"](), LONGEST, is_trained=True)

@@ -1,5 +1,6 @@
 """Fields of config.json that only `transformers` reads are recorded, also out of copies of dicts."""
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -17,11 +18,12 @@ from verl_mg.models.tiny_model import make_tiny_model
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.0}
 
 
-def test_recorded_reads_of_a_dict_that_is_copied_are_the_keys_that_are_compared():
+@pytest.mark.parametrize("copied", [dict, lambda fields: {**fields}, copy.copy, copy.deepcopy])
+def test_recorded_reads_of_a_dict_that_is_copied_are_the_keys_that_are_compared(copied):
     config, reads = Qwen3Config(rope_parameters={"rope_theta": 1e4, **YARN}), set()
     with recorded_reads(reads):
         assert config.hidden_size and config.num_key_value_heads
-        rope = {**config.rope_parameters}
+        rope = copied(config.rope_parameters)
         assert tuple(rope.items()) == tuple(config.rope_parameters.items()) and reads >= {"hidden_size"}
         known = {key: value for key, value in rope.items() if key in ("factor", "beta_fast")}
         assert known == {"factor": 4.0} and rope.get("rope_theta")

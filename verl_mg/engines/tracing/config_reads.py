@@ -127,13 +127,15 @@ class _Key(str):
 
     __hash__ = str.__hash__
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Key:
+        return self  # a copy would record into a copy of `reads`
+
 
 class _Fields(dict[str, Any]):
     """Dict of a configuration that records which keys are read; its own keys, in a loop, do not count."""
 
     def __init__(self, fields: dict[str, Any], reads: set[str]) -> None:
         super().__init__()
-        self.reads = reads
         for name, value in fields.items():
             key = _Key(name)
             key.reads = reads

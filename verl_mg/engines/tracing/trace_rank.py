@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from verl_mg.engines.tracing.position_codes import UNWRITTEN, PositionCodes, decode, is_written
-from verl_mg.errors import UserError
+from verl_mg.errors import UserError, one_line
 from verl_mg.jsonl import replacing
 from verl_mg.layout import EngineLayout
 from verl_mg.sharding.boxes import Shard
@@ -68,8 +68,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, UserError):
         return str(error)
     place = traceback.extract_tb(error.__traceback__)[-1]
-    message = " ".join(str(error).split()) or place.line
-    return f"{type(error).__name__} in {place.name}: {message}"
+    return f"{one_line(error)} (in {place.name})"
 
 
 def checkpoint(codes: PositionCodes, number: int, stacks: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Tensor]]:
@@ -119,7 +118,8 @@ def traced_shards(
 def _filled_buffers(model: Any, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the buffers whose values have changed; UserError for one whose dtype has no position codes."""
     buffers = dict(model.named_buffers())
-    filled = {name: buffers[name] for name, values in before.items() if not torch.equal(buffers[name], values)}
+    # Bits: a loader that leaves NaN as it is fills nothing.
+    filled = {name: buffers[name] for name, values in before.items() if not _same_bits(buffers[name], values)}
     for name, buffer in filled.items():
         if buffer.dtype in (torch.bool, torch.int8, torch.uint8):
             raise UserError(
@@ -127,6 +127,10 @@ def _filled_buffers(model: Any, before: Mapping[str, Tensor]) -> dict[str, Tenso
                 "too narrow for a trace. Use rollout.engine=hf."
             )
     return filled
+
+
+def _same_bits(values: Tensor, others: Tensor) -> bool:
+    return torch.equal(*(each.detach().cpu().contiguous().flatten().view(torch.uint8) for each in (values, others)))
 
 
 if __name__ == "__main__":
