@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import CONFIG_MAPPING, AutoTokenizer, MambaForCausalLM
 
 from tests.helpers.json_server import JsonRequest, JsonResponse, serving
 from verl_mg.engines.engine import Request, Sampling
@@ -90,6 +90,15 @@ def test_score_many_too_long_question_gets_no_verdict(model):
     with AsyncScorer({"": reward}) as scorer:
         rewards = scorer.score([Sample("p", "a" * length, None, {}, "stop") for length in (600, 100, 503)])
     assert [reward.parts["judged"] for reward in rewards] == [0.0] * 3
+
+
+def test_score_many_family_without_a_bound_of_positions_answers(tmp_path):
+    make_tiny_model(tmp_path, "qwen2", seed=1)
+    config = CONFIG_MAPPING["mamba"](vocab_size=512, hidden_size=16, state_size=4, num_hidden_layers=1)
+    MambaForCausalLM(config).save_pretrained(tmp_path)
+    judge = LLMJudge("{response}", "(?s)()", model=tmp_path, max_new_tokens=2, device="cpu", dtype="float32")
+    texts = judge._generate(["a" * 3000])
+    assert len(texts) == 1 and texts[0]
 
 
 def test_score_many_with_server_posts_questions():

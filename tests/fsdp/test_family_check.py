@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._composable import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
 
 from tests.helpers.tiny_models import nightly, random_rows, tiny_model
 from verl_mg.choice import Choice
 from verl_mg.errors import UserError
-from verl_mg.fsdp import packed_rows
+from verl_mg.fsdp import family_check, packed_rows
 from verl_mg.fsdp.family_check import PROBED, PROBED_ROWS, FamilyCheck, FamilyChecks, check_module, form_on_ranks
 from verl_mg.fsdp.mesh import MeshGroups, TensorRanks
-from verl_mg.fsdp.model import PackedModule, logit_scale_of, module_of, recompute_layers, sharded_blocks
+from verl_mg.fsdp.model import PackedModule, layer_blocks, logit_scale_of, module_of, recompute_layers, sharded_blocks
 from verl_mg.fsdp.model_runner import FsdpRunner
 from verl_mg.fsdp.packed_rows import PackedRows, RowsReader
 from verl_mg.layout import Layout, Placement
@@ -23,6 +24,7 @@ from verl_mg.models.flops import row_flops
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.hf_tensors import model_spec
 from verl_mg.models.tensor_index import index_of
+from verl_mg.models.transformers_module import meta_module
 from verl_mg.training.microbatch import TokenShard
 from verl_mg.training.model_spec import ModelSpec
 
@@ -108,6 +110,30 @@ def test_ranks_compute_what_one_rank_does_or_are_refused_together(ranks, tmp_pat
     found = ranks.run(Layout.parse(layout).ranks, form_on, saved(tmp_path, name, fields), layout)
     assert all(each == found[0] for each in found)
     assert words in (found[0] if isinstance(found[0], str) else found[0][1] or "packed")
+
+
+def form_with_a_fault_on_one_rank(model: Path, fault: str) -> tuple[bool, str] | str:
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1 and fault == "form":
+            patch.setitem(packed_rows.AttentionInterface._global_mapping, packed_rows.NAME, without_rows)
+        elif dist.get_rank() == 1:
+            build = family_check.shard_tensors
+
+            def fails(module, mesh, where):
+                if mesh is not None:
+                    raise ValueError("planted")
+                return build(module, mesh, where)
+
+            patch.setattr(family_check, "shard_tensors", fails)
+        return form_on(model, "tp2")
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [("form", "o_proj differs"), ("built", "one rank does (ValueError: planted)")]
+)
+def test_fault_on_one_rank_changes_or_ends_the_check_of_all(ranks, tmp_path, fault, words):
+    first, second = ranks.run(2, form_with_a_fault_on_one_rank, saved(tmp_path, "olmo2", {}), fault)
+    assert first == second and words in (first if isinstance(first, str) else first[1])
 
 
 @pytest.mark.nightly
@@ -196,7 +222,7 @@ def test_recomputed_layers_run_twice_and_give_the_same_gradients(tmp_path, name)
     for recomputes in (False, True):
         packed = tiny(name, tmp_path, is_packed=name != "bloom")
         if recomputes:
-            recompute_layers(packed.module)
+            recompute_layers(packed.module, "config.json")
         counted = []
         block = next(sharded_blocks(packed.module))
         leaf = next(part for part in block.modules() if not list(part.children()) and list(part.parameters()))
@@ -208,6 +234,20 @@ def test_recomputed_layers_run_twice_and_give_the_same_gradients(tmp_path, name)
     assert calls[1] == 2 * calls[0]
     assert gradients[0].keys() == gradients[1].keys()
     assert all(torch.equal(gradients[0][name], gradient) for name, gradient in gradients[1].items())
+
+
+def test_recomputed_layers_may_share_parameters_and_a_module_without_layers_is_refused(tmp_path):
+    """Zamba2's layers share attention: they are not gathered by themselves."""
+    kinds = ["linear_attention", "hybrid"] * 2
+    config = CONFIG_MAPPING["zamba2"](num_hidden_layers=4, layers_block_type=kinds, num_mem_blocks=1)
+    module = meta_module(config, tmp_path)
+    blocks = layer_blocks(module)
+    assert len(blocks) > len(list(sharded_blocks(module)))
+    recompute_layers(module, "config.json")
+    assert all(checkpoint.state(block) for block in blocks)
+    module._no_split_modules = None
+    with pytest.raises(UserError, match="recompute: transformers names no layers of config.json"):
+        recompute_layers(module, "config.json")
 
 
 CONFIGS = Path(__file__).parents[2] / "tools" / "model_configs"

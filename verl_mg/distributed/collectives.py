@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg.batch import Batch
+from verl_mg.errors import UserError
 
 LENGTH_BYTES = 8  # size of a length in a message, in bytes: an int64
 FIRST_BYTES = 1024 - LENGTH_BYTES
@@ -48,6 +49,12 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
     """Gathers JSON values of all ranks, in rank order."""
     text = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     return [json.loads(part.numpy().tobytes()) for part in all_gather_bytes(text, group)]
+
+
+def raise_together(error: str, group: dist.ProcessGroup | None = None) -> None:
+    """Raises the first error of a rank on all ranks, as a UserError; "" is none."""
+    if errors := [each for each in all_gather_json(error, group) if each]:
+        raise UserError(errors[0])
 
 
 def broadcast_bytes(values: bytes) -> bytes:

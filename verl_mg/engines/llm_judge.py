@@ -148,7 +148,7 @@ class LLMJudge:
 
     def _generate(self, questions: Sequence[str]) -> list[str]:
         rows = self._tokens(questions)
-        limit = self._engine.module.config.get_text_config().max_position_embeddings - self._sampling.max_new_tokens
+        limit = self._engine.max_positions - self._sampling.max_new_tokens
         # The same seed for all: a sample does not depend on the position of its question.
         requests = [Request(number, tuple(row), seed=0) for number, row in enumerate(rows) if 0 < len(row) <= limit]
         with self._engine_lock:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from verl_mg import device
 from verl_mg.batch import Batch
-from verl_mg.distributed.collectives import all_gather_json
-from verl_mg.errors import UserError
-from verl_mg.fsdp.family_reference import SEED, TOLERANCE, Computed, FamilyReference, joined, one_line, recorded
+from verl_mg.distributed.collectives import all_gather_json, raise_together
+from verl_mg.errors import UserError, one_line
+from verl_mg.fsdp.family_reference import SEED, TOLERANCE, Computed, FamilyReference, joined, recorded
 from verl_mg.fsdp.mesh import MeshGroups, TensorRanks
 from verl_mg.fsdp.model import (
     PackedModule,
@@ -53,6 +53,8 @@ FORM = "form.json"  # file of the result of processes
 PROBED, PROBED_ROWS = 21, 4  # tokens of each of the rows that the real module is given, and their number
 MEAN_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Factors of the mean of the real module's outputs, for their mean difference, by the type in which it computes."""
+
+Result = TypeVar("Result")
 
 
 class Form(NamedTuple):
@@ -136,24 +138,27 @@ class FamilyChecks:
         """
         key = spec.path, spec.head, groups.placement
         if key not in self._forms:
-            computed: tuple[Form | None, str] = None, ""
-            if groups.is_member:
-                try:
-                    computed = self._check(spec, groups), ""
-                except UserError as error:
-                    computed = None, str(error)
-            every = [(Form(*form) if form else None, error) for form, error in all_gather_json(computed)]
-            if errors := [error for _, error in every if error]:
-                raise UserError(errors[0])
-            # Packed only where it is right on all ranks, which may have different devices.
-            self._forms[key] = min((form for form, _ in every if form), key=lambda form: form.is_packed)
+            self._forms[key] = self._check(spec, groups)
         return self._forms[key]
 
     def _check(self, spec: ModelSpec, groups: MeshGroups) -> Form:
-        layout = groups.layout
-        check = FamilyCheck(spec.path, spec.head, spec.longest_row, layout.tp * layout.cp)
-        form = check.form()
-        check.check_ranks(form, groups)
+        here, check, error = None, None, ""
+        try:
+            if groups.is_member:
+                ranks = groups.layout.tp * groups.layout.cp
+                check = FamilyCheck(spec.path, spec.head, spec.longest_row, ranks)
+                here = check.form()
+        except UserError as failure:
+            error = str(failure)
+        raise_together(error)
+        # Packed only where it is right on all ranks, which may have different devices: they divide rows in one form.
+        form = min((Form(*each) for each in all_gather_json(here) if each), key=lambda each: each.is_packed)
+        try:
+            if check:
+                check.check_ranks(form, groups)
+        except UserError as failure:
+            error = str(failure)
+        raise_together(error)
         return form
 
 
@@ -183,13 +188,9 @@ def _check_rank(rank: int, folder: Path, spec: ModelSpec, layout: Layout) -> Non
 
 
 class FamilyCheck:
-    """Check of a shrunk copy of the model of a directory.
+    """Check of a shrunk copy of the model of a directory, of which only config.json is read.
 
-    Args:
-        model_dir: Hugging Face directory, of which only config.json is read.
-        head: its output layer.
-        longest_row: tokens of the longest row of the job.
-        divisor: ranks of tensor and context parallelism, which divide the heads of the copy.
+    `divisor`, the ranks of tensor and context parallelism, divides the heads of the copy.
     """
 
     def __init__(self, model_dir: Path, head: Head, longest_row: int, divisor: int = 1) -> None:
@@ -228,30 +229,31 @@ class FamilyCheck:
 
     def _compare(self, is_packed: bool, groups: MeshGroups | None) -> None:
         """Compares a module, on one rank or divided, with the reference; `DifferenceError` if it differs, or fails."""
-        where = self._reference.where
-        mesh, ranks = (groups.tensor_mesh, groups.tensor_ranks) if groups else (None, TensorRanks())
+        ranks = groups.tensor_ranks if groups else TensorRanks()
         shard = groups.token_shard(groups.layout.cp) if groups else TokenShard(1, 1)
-        try:
-            module = module_of(copy.deepcopy(self._reference.config), self._dir, self._head, torch.float32, is_packed)
-        except UserError as error:  # some families build only the attention that they know
-            raise DifferenceError(f"it does not build: {one_line(error.__cause__ or error)}") from error
-        scale = logit_scale_of(module, self._head, self._dir)
-        try:
-            summed = shard_tensors(module, mesh, where)
-            splits = parameter_splits(module, 1)
-            _load(module, self._reference.weights, splits, ranks)
-            fit_expert_kernels(module)
-            computed = self._computed(PackedModule(module, scale, ranks), is_packed, shard)
-        except UserError:
-            raise
-        except Exception as error:  # of any kind: it is the code of any family
-            raise DifferenceError(one_line(error)) from error
+        packed, splits, summed = _on_all_ranks(groups, lambda: self._built(is_packed, groups, ranks))
+        computed = _on_all_ranks(groups, lambda: self._computed(packed, is_packed, shard))
         for name, gradient in computed.gradients.items():
             if name in summed:
                 dist.all_reduce(gradient, group=ranks.group)
             if shard.group is not None:
                 dist.all_reduce(gradient, group=shard.group)
         self._check_equal(computed, splits, ranks)
+
+    def _built(
+        self, is_packed: bool, groups: MeshGroups | None, ranks: TensorRanks
+    ) -> tuple[PackedModule, dict[str, ParameterSplit], frozenset[str]]:
+        """Returns this rank's module, how it is divided, and the parameters whose gradients tensor ranks sum."""
+        try:
+            module = module_of(copy.deepcopy(self._reference.config), self._dir, self._head, torch.float32, is_packed)
+        except UserError as error:  # some families build only the attention that they know
+            raise DifferenceError(f"it does not build: {one_line(error.__cause__ or error)}") from error
+        scale = logit_scale_of(module, self._head, self._dir)
+        summed = shard_tensors(module, groups.tensor_mesh if groups else None, self._reference.where)
+        splits = parameter_splits(module, 1)
+        _load(module, self._reference.weights, splits, ranks)
+        fit_expert_kernels(module)
+        return PackedModule(module, scale, ranks), splits, summed
 
     def _computed(self, packed: PackedModule, is_packed: bool, shard: TokenShard) -> Computed:
         place, reader = device.current_device(), RowsReader(1, is_packed)
@@ -281,6 +283,21 @@ class FamilyCheck:
             )
             if not error <= GRADIENT_TOLERANCE * size + smallest:
                 raise DifferenceError(f"the gradient of {name} differs by {error:.2g} of at most {size:.2g}")
+
+
+def _on_all_ranks(groups: MeshGroups | None, step: Callable[[], Result]) -> Result:
+    """Returns the result of a step; where it fails on one rank of a placement, none goes on to the next collective."""
+    error: Exception | None = None
+    try:
+        result = step()
+    except (UserError, DifferenceError) as failure:
+        error = failure
+    except Exception as failure:  # of any kind: it is the code of any family
+        error = DifferenceError(one_line(failure))
+    here = error and [isinstance(error, UserError), str(error)]
+    for is_refused, text in filter(None, all_gather_json(here, groups.host_group) if groups else [here]):
+        raise (UserError if is_refused else DifferenceError)(text) from error
+    return result
 
 
 def _largest(values: Tensor) -> float:

@@ -17,8 +17,9 @@ from verl_mg import device
 from verl_mg.checkpoint.peft import adapter_shards, head_shard
 from verl_mg.config import LoraConfig
 from verl_mg.errors import UserError
+from verl_mg.models.hf_config import other_choice
 from verl_mg.sharding.boxes import Box, Shard, slices
-from verl_mg.sharding.model_table import ModelTable
+from verl_mg.sharding.module_table import ModuleTable
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.training.lora import ADAPTER, Adapters
 
@@ -50,10 +51,11 @@ class FsdpAdapters(Adapters):
     """Adapters of a module of `transformers`."""
 
     def __init__(
-        self, table: ModelTable, module: Any, whole: Mapping[str, Shard], lora: LoraConfig, trains: bool
+        self, table: ModuleTable, module: Any, whole: Mapping[str, Shard], lora: LoraConfig, trains: bool
     ) -> None:
+        self._other = other_choice(table.model_dir)
         if lora.experts:
-            raise UserError("lora.experts: not with backend: fsdp. Write lora.experts=false.")
+            raise UserError(f"lora.experts: not with backend: fsdp. Write lora.experts=false. {self._other}")
         super().__init__(table, lora)
         self._by_weight: dict[str, Adapter] = {}
         modules = dict(module.named_modules())
@@ -78,7 +80,9 @@ class FsdpAdapters(Adapters):
     def _install(self, layer: Any, name: str, local: list[Any]) -> None:
         # The parts of an adapter are concatenated, in the order of the rows of the layer.
         if sorted(row for shard in local for row in shard.rows) != [row for shard in local for row in shard.rows]:
-            raise UserError(f"lora.targets: {name} has the rows of its tensors interleaved. Leave it out of them.")
+            raise UserError(
+                f"lora.targets: {name} has the rows of its tensors interleaved. Leave it out of them. {self._other}"
+            )
         shapes = [(shard.a.shape, shard.b.shape) for shard in local]
         adapter = Adapter(shapes, self.config.alpha / self.config.rank)
         layer.add_module(ADAPTER, adapter)

@@ -137,9 +137,11 @@ def module_of(config: Any, model_dir: Path, head: Head, dtype: torch.dtype, is_p
     return module.eval()
 
 
-def recompute_layers(module: Any) -> None:
+def recompute_layers(module: Any, where: str) -> None:
     """Makes the backward pass compute each layer again, so that nothing of it is kept but its inputs."""
-    for block in sharded_blocks(module):
+    if not (blocks := layer_blocks(module)):
+        raise UserError(f"recompute: transformers names no layers of {where}. Write recompute=false.")
+    for block in blocks:
         checkpoint(block)
 
 
@@ -329,15 +331,20 @@ def local_part(parameter: Tensor) -> Tensor:
     return local.detach()
 
 
-def sharded_blocks(module: Any) -> Iterator[nn.Module]:
-    """Yields the layers, each of which is gathered by itself; all other parameters are gathered together."""
+def layer_blocks(module: Any) -> list[nn.Module]:
+    """Returns the layers, a vision tower's too; none is within another."""
     names, within = set(module._no_split_modules or ()), set[nn.Module]()
     blocks = []
     for child in module.modules():
-        # What is in a layer is gathered with it.
         if child not in within and type(child).__name__ in names and any(True for _ in child.parameters()):
             blocks.append(child)
             within.update(child.modules())
+    return blocks
+
+
+def sharded_blocks(module: Any) -> Iterator[nn.Module]:
+    """Yields the layers each of which is gathered by itself; all other parameters are gathered together."""
+    blocks = layer_blocks(module)
     uses = Counter(parameter for block in blocks for parameter in set(block.parameters()))
     # A parameter that layers share (Zamba) has to be there for all of them.
     yield from (block for block in blocks if all(uses[parameter] == 1 for parameter in block.parameters()))

@@ -13,7 +13,7 @@ from verl_mg import device
 from verl_mg.checkpoint.model_directory import ModelDirectories
 from verl_mg.choice import Choice
 from verl_mg.data.image_processor import ImageProcessor
-from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.distributed.collectives import all_gather_json, raise_together
 from verl_mg.errors import UserError
 from verl_mg.fsdp.family_check import FamilyChecks, Form, check_module, needs_proof
 from verl_mg.fsdp.lora import FsdpAdapters
@@ -117,7 +117,7 @@ class FsdpRunner(Runner):
         self._shard_map = fsdp_shard_map(whole, splits, groups.ranks, self.table.tensor_index.tensors)
         if self.is_member:
             if spec.recompute:
-                recompute_layers(module)
+                recompute_layers(module, where)
             fit_expert_kernels(module)
             self.packed = PackedModule(module, scale, groups.tensor_ranks)
             shard_over_data(self.packed, groups, spec.fsdp, spec.dtype, apart)
@@ -139,8 +139,7 @@ class FsdpRunner(Runner):
             except UserError as failure:
                 error = str(failure)
             self.packed.reshard()  # type: ignore[operator]
-        if errors := [each for each in all_gather_json(error) if each]:
-            raise UserError(errors[0])
+        raise_together(error)
 
     def _kernels(self) -> Iterator[Choice]:
         assert self.packed is not None

@@ -185,12 +185,8 @@ def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = No
     """Returns names and shapes of the checkpoint's tensors, sorted; the module's where no safetensors file exists."""
     model_dir = Path(model_dir)
     shapes: Shapes = {}
-    for path in _weight_files(model_dir):
-        try:
-            with safe_open(path, framework="pt") as file:
-                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"{path}: not a readable safetensors file ({error}). Download the model again.") from None
+    for file in _opened(model_dir):
+        shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     # Tensors in MXFP4 have the name and shape that they have after dequantization.
     shapes = _unpacked(shapes)
     if not shapes:
@@ -201,17 +197,23 @@ def checkpoint_shapes(model_dir: str | Path, module: PreTrainedModel | None = No
 def stored_dtypes(model_dir: Path, names: frozenset[str]) -> dict[str, torch.dtype]:
     """Returns the dtypes in which the files of a directory have tensors, of those that they have."""
     dtypes: dict[str, torch.dtype] = {}
-    for path in _weight_files(model_dir) if names else ():
-        with safe_open(path, framework="pt") as file:
-            dtypes |= {name: file.get_tensor(name).dtype for name in names.intersection(file.keys())}
+    for file in _opened(model_dir) if names else ():
+        for name in names.intersection(file.keys()):
+            part = file.get_slice(name)
+            dtypes[name] = (part[:0] if part.get_shape() else part[()]).dtype  # without reading the values
     return dtypes
 
 
-def _weight_files(model_dir: Path) -> list[Path]:
+def _opened(model_dir: Path) -> Iterator[Any]:
+    """Yields each weight file of a directory, opened; UserError for one that is not readable."""
     files = weight_map(model_dir)
-    if files is None:
-        return sorted(model_dir.glob("*.safetensors"))
-    return [model_dir / name for name in sorted(set(files.values()))]
+    names = sorted(model_dir.glob("*.safetensors")) if files is None else sorted(set(files.values()))
+    for path in (model_dir / name for name in names):
+        try:
+            with safe_open(path, framework="pt") as file:
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path}: not a readable safetensors file ({error}). Download the model again.") from None
 
 
 def _unpacked(shapes: Shapes) -> Shapes:

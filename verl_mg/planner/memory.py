@@ -10,6 +10,7 @@ from functools import cache, cached_property, partial
 import torch
 
 from verl_mg.config import FsdpConfig
+from verl_mg.errors import UserError
 from verl_mg.fsdp.family_check import Form, form_of
 from verl_mg.fsdp.sharded_module import ShardedModule, divided_module
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
@@ -251,10 +252,20 @@ def sharded_module(inputs: PlanInputs, layout: Layout) -> ShardedModule:
 def form_of_rows(inputs: PlanInputs) -> Form:
     """Returns the form in which a role computes rows with the FSDP backend."""
     assert isinstance(inputs.weights, ModuleTable)
-    return _form_of(inputs.weights, inputs.sequence)
+    outcome = _form_of(inputs.weights, inputs.sequence)
+    if isinstance(outcome, str):
+        raise UserError(outcome)
+    return outcome
 
 
-_form_of = cache(form_of)  # equal for every layout
+@cache  # equal for every layout, also where no form is right
+def _form_of(table: ModuleTable, longest_row: int) -> Form | str:
+    try:
+        return form_of(table, longest_row)
+    except UserError as error:
+        return str(error)
+
+
 _divided_module = cache(divided_module)  # equal for every layout with the same tp
 
 

@@ -82,7 +82,7 @@ class EncodedShardMap(ABC):
                 for piece in shard.pieces
             )
             shape = (*shard.shape[:-1], shard.shape[-1] // self.encoding.packed)
-            result[name + self.encoding.value_suffix] = Shard(shape, pieces)
+            result[name + self.encoding.value_suffix] = Shard(shape, pieces, order=shard.order)
             self._add_scales(result, name, shard)
         return result
 
@@ -206,7 +206,7 @@ class EncodedPart(TensorChunk):
         for name, shard in self.source.shards(rank).items():
             pieces = tuple(piece for piece in shard.pieces if piece.tensor in self.tensors)
             if pieces:
-                result[name] = Shard(shard.shape, pieces)
+                result[name] = replace(shard, pieces=pieces)
         return result
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol, overload
 
@@ -242,7 +242,9 @@ class DerivedShardMap:
         """Returns the shard at an axis index, with placeholders for layer and expert in the tensors' names."""
         key = (param, index)
         if key not in self._templates:
-            self._templates[key] = param.rule(param.tensors, index, self._axis_sizes[param.axis])
+            shard = param.rule(param.tensors, index, self._axis_sizes[param.axis])
+            # A stack of templates has a dimension more.
+            self._templates[key] = shard if param.stacked else replace(shard, order=param.order)
         return self._templates[key]
 
 
@@ -293,7 +295,7 @@ class ExplicitShardMap:
 def _with_names(template: Shard, layer: int | None, expert: int | None = None) -> Shard:
     """Returns the template with the numbers of layer and expert in its tensors' names."""
     pieces = tuple(Piece(p.tensor.format(layer=layer, expert=expert), p.source, p.target) for p in template.pieces)
-    return Shard(template.shape, pieces, template.padding)
+    return replace(template, pieces=pieces)
 
 
 def _stack(parts: Sequence[Shard], order: Order) -> Shard:

@@ -45,8 +45,10 @@ class HFEngine(RolloutEngine):
         if max_running_requests < 1:
             raise UserError(f"rollout.max_running_requests={max_running_requests}: out of range. Give at least 1.")
         config = model if isinstance(model, PreTrainedConfig) else read_module_config(model)
-        self._positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-        longest = longest_row or self._positions or LONGEST_ROW
+        # None, or -1, in families without a bound.
+        positions = max(0, getattr(config.get_text_config(), "max_position_embeddings", None) or 0)
+        self.max_positions = positions or math.inf  # the most tokens of a prompt and its response
+        longest = longest_row or positions or LONGEST_ROW
         self._family = family_form(config, longest, is_trained=longest_row is not None)
         if not load_weights:
             self.module = _allocate(config, dtype, self._family.attention)
@@ -136,7 +138,7 @@ class HFEngine(RolloutEngine):
 
     def _check(self, request: Request, sampling: Sampling) -> None:
         vocab = self.module.config.get_text_config().vocab_size
-        length, limit = len(request.prompt), self._positions or math.inf
+        length, limit = len(request.prompt), self.max_positions
         if length == 0:
             raise UserError(f"request {request.id}: the prompt is empty. Give at least one token.")
         if length + sampling.max_new_tokens > limit:
