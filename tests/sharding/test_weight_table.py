@@ -22,6 +22,12 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, Layout, Placement
 from verl_mg.models.hf_config import ClampedSwiGLU, parse_config, read_config
 from verl_mg.models.hf_families import FAMILIES
+from verl_mg.models.tensor_index import TensorEntry, TensorIndex
+from verl_mg.models.tensor_tree import TensorSpec
+from verl_mg.reshard.encode import EncodedPart, EncodedSource
+from verl_mg.reshard.encoding import FP8
+from verl_mg.sharding.param_spec import ParamBlock, ParamRow
+from verl_mg.sharding.shard_map import DerivedShardMap, ParallelIndex
 from verl_mg.sharding.weight_table import weight_table
 
 
@@ -227,6 +233,24 @@ def test_megatron_table_interleaved_chunks_have_their_layers():
     name = "decoder.layers.0.mlp.linear_fc2.weight"
     layers = [shards[f"chunk{chunk}.{name}"].pieces[0].tensor for chunk in (0, 1)]
     assert layers == ["model.layers.1.mlp.down_proj.weight", "model.layers.3.mlp.down_proj.weight"]
+
+
+@pytest.mark.parametrize("name, order", [("p", (1, 0)), ("{expert}.p", (1, 0)), ("p", (0, 2, 1))])
+def test_shards_of_a_transposed_parameter_keep_its_order(name, order):
+    """Also those of a part of an encoded source."""
+    stacked, tensor = len(order) == 3, "e{expert}" if "{" in name or len(order) == 3 else "t"
+    row = ParamRow(name, (TensorSpec(tensor, (4, 6)),), order=order)
+    names = [tensor.format(expert=expert) for expert in range(2 if row.per_expert else 1)]
+    entries = {n: TensorEntry(i, row.tensors[0], None, i if row.per_expert else None) for i, n in enumerate(names)}
+    ranks = {0: ParallelIndex(0, 0, {"replicated": 0})}
+    derived = DerivedShardMap(
+        TensorIndex(entries, False), [[ParamBlock("", (row,))]], {"replicated": 1}, len(names), ranks
+    )
+    shards = derived.shards(0)
+    part = (
+        EncodedPart(EncodedSource(derived, FP8(rows=2, columns=2), names), names).shards(0) if not stacked else shards
+    )
+    assert {shard.parameter_shape for shard in (*shards.values(), *part.values())} == {(2, 6, 4) if stacked else (6, 4)}
 
 
 def test_value_head_replaces_the_output_layer():

@@ -286,7 +286,7 @@ class FamilyCheck:
 
 
 def _on_all_ranks(groups: MeshGroups | None, step: Callable[[], Result]) -> Result:
-    """Returns the result of a step; where it fails on one rank of a placement, none goes on to the next collective."""
+    """Returns the result of a step; an error on one rank of a placement is raised on all, which would wait for it."""
     error: Exception | None = None
     try:
         result = step()

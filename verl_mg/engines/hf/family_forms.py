@@ -187,7 +187,7 @@ class _End(StoppingCriteria):
 
 
 def _attentions(narrow: PreTrainedConfig, prompts: Sequence[tuple[int, ...]]) -> list[str]:
-    """Returns the attentions with which whole rows are those of the eager one, the faster first."""
+    """Returns the attentions that compute whole rows as the eager one does, the faster first."""
     expected = row_logprobs(narrow_module(narrow, "eager"), prompts)
     try:
         fails = _difference(expected, row_logprobs(narrow_module(narrow, "sdpa"), prompts))
