@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from verl_mg.config.roles import RolloutConfig
 from verl_mg.engines.sglang.internals import reply_parsers
 from verl_mg.errors import UserError
-from verl_mg.rewards.answer_part import THOUGHT, THOUGHT_ENDS
+from verl_mg.rewards.answer_part import THOUGHTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -176,7 +176,7 @@ def unread_reasoning(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase)
     if rollout.reasoning_parser or not (rollout.tools or rollout.has_agents):
         return ""
     template, tokens = str(tokenizer.chat_template), tokenizer.get_vocab()
-    mark = next((mark for mark in (THOUGHT, *THOUGHT_ENDS) if mark in template or mark in tokens), "")
+    mark = next((mark for pair in THOUGHTS for mark in pair if mark in template or mark in tokens), "")
     return mark and (
         f"rollout.reasoning_parser: the tokenizer has {mark}, but no parser reads reasoning, so that calls of tools "
         "within it are made. Set the parser of the model's family, such as qwen3."
