@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-PROMPT_END = 100  # characters at the end of a prompt among which a mark of reasoning is looked for
-
-
 @dataclass(frozen=True)
 class ToolCall:
     """A call of a tool that the policy has written."""
@@ -110,7 +107,7 @@ class ReplyParser:
         parser, start, end = self._reasoning_parser()
         opening = start + getattr(parser.detector, "think_start_self_label", "")
         # A template may open the reasoning at the end of the prompt, or close it there, as with thinking switched off.
-        whole, prompt = text, prompt[-PROMPT_END:].rstrip()
+        whole, prompt = text, prompt.rstrip()
         if start and prompt.endswith((start, opening.rstrip())):
             whole = (start if prompt.endswith(start) else opening) + text
         elif end and prompt.endswith(end) and not (start and start in text):

@@ -198,11 +198,11 @@ def _field_names(record: Record) -> list[str]:
 
 
 def _digest(located: Iterable[Located]) -> str:
-    """Returns a digest of the contents of records; which file they are from, and where it lies, does not matter."""
+    """Returns a digest of the contents of records; which file they are from, and where that is, does not matter."""
     digest, folder_of = hashlib.blake2b(digest_size=16), functools.cache(lambda file: Path(file).parent.resolve())
     for place, record in located:
         text = json.dumps(plain(record), sort_keys=True, ensure_ascii=False, default=_digest_of_value)
-        # Absolute paths, as of Harbor's tasks, are those of another folder after a move.
+        # After a move, absolute paths such as of Harbor's tasks begin with another folder.
         folder = json.dumps(str(folder_of(place.rpartition(":")[0])), ensure_ascii=False)
         text = text.replace(folder, '"."').replace(f"{folder[:-1]}/", '"./')
         digest.update(text.encode("utf-8", "surrogatepass"))
@@ -299,6 +299,7 @@ class _Reader:
                 reward,
                 of_row,
                 opening if text.templated and text.text.endswith(opening) else "",
+                text.templated,
             )
             for i, (length, row, text, answer, of_prompt, of_row, (place, record)) in enumerate(columns, start=first_id)
             if length <= limit

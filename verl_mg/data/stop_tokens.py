@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_mg.data.rendering import render_conversation
+from verl_mg.data.rendering import common_length, render_conversation
 from verl_mg.errors import UserError
 from verl_mg.models.transformers_module import read_module_config
 
@@ -92,9 +91,9 @@ def _ends_of_template(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
         with contextlib.suppress(UserError):  # no template, or one that rejects such a reply
             texts.append(render_conversation([_USER, reply], tokenizer, "", for_reply=False))
     # The header, which may be a special token itself, is what all replies begin with.
-    header = os.path.commonprefix(texts[:2])
+    header = texts[0][: common_length(*texts[:2])] if texts else ""
     for text in texts[1:]:
-        tokens = tokenizer(text[len(os.path.commonprefix([header, text])) :], add_special_tokens=False)["input_ids"]
+        tokens = tokenizer(text[common_length(header, text) :], add_special_tokens=False)["input_ids"]
         if end := end_of_turn(tokens, 0, tokenizer):
             yield tokens[end - 1]
 

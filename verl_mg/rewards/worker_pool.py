@@ -17,7 +17,9 @@ closes or this process dies.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -118,6 +120,19 @@ class WorkerPool:
         with self._lock:
             self._count -= 1
         worker.kill()
+
+
+def shared_pool(function: str, limit: int, seconds: float, imports: tuple[str, ...] = ()) -> WorkerPool:
+    """Returns the pool of this process for a function, see `WorkerPool`; it is closed as the process ends."""
+    return _pool_of_process(os.getpid(), function, limit, seconds, imports)
+
+
+@functools.cache
+def _pool_of_process(pid: int, function: str, limit: int, seconds: float, imports: tuple[str, ...]) -> WorkerPool:
+    # By the number of the process: a forked one must not use its parent's.
+    pool = WorkerPool(function, limit, seconds, imports)
+    atexit.register(pool.close)
+    return pool
 
 
 class _Worker:
