@@ -48,6 +48,7 @@ def test_parse_reply_without_reasoning_leaves_its_spaces():
     [
         ({"tools": ["a:b"]}, ["</think>"], "</think>"),
         ({"agent": "a:b"}, ["[/THINK]"], "[/THINK]"),
+        ({"agent": "a:b"}, ["<seed:think>"], "<seed:think>"),
         ({"tools": ["a:b"]}, [], ""),
         ({}, ["<think>"], ""),
         ({"tools": ["a:b"], "reasoning_parser": "qwen3"}, ["<think>"], ""),

@@ -6,6 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from transformers import PreTrainedTokenizerFast
@@ -194,3 +196,17 @@ def test_prepare_makes_the_records_of_a_source(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             read(f"{functions}:{name}")
+
+
+def test_digest_of_records_does_not_depend_on_where_they_are(tmp_path, tokenizer):
+    def digest(folder: str, value: Any) -> str:
+        file = tmp_path / folder / "data.parquet"
+        file.parent.mkdir(exist_ok=True)
+        value = f"{file.parent}/{value}" if isinstance(value, str) else value
+        pq.write_table(pa.Table.from_pylist([{"prompt": "a", "extra": value}, {"prompt": "b", "extra": value}]), file)
+        return read_prompts(DataConfig(train=file), "train", tokenizer).digests[""]
+
+    for value, other in (("task", "task2"), (b"\x00\xff", b"\x00\xfe"), ({"a": 1.5, "b": 2.0}, {"a": 1.5, "b": 3.0})):
+        assert digest("one", value) == digest("two", value)
+        assert digest("one", value) != digest("one", other)
+    assert digest("one", {"b": 2.0, "a": 1.5}) == digest("two", {"a": 1.5, "b": 2.0})

@@ -17,6 +17,8 @@ TURNS = "{% for m in messages %}{{ m['content'] }}{{ '<turn_end>\\n' if m['role'
 # As harmony: parts of a reply end with one token, the last part with another, and calls of tools with a third.
 CHANNELS = """{% for m in messages if m['role'] == 'assistant' %}{{ 'thought<part_end>' }}
 {{- m['content'] }}{{ '<call_end>' if m.tool_calls else '<turn_end>' }}{% endfor %}"""
+# Begins a message with a special token, ends none, and ignores calls.
+OPENED = "{% for m in messages %}{{ '<u>' if m.role == 'user' else '<s>' }}{{ m.content }}{% endfor %}"
 STRICT = "{% if messages[-1]['role'] != 'user' %}{{ raise_exception('a question is last') }}{% endif %}"
 FOLDERS = {
     "config": ({"eos_token_id": [5, 6]}, None, PLAIN, {1, 5, 6}),
@@ -24,6 +26,8 @@ FOLDERS = {
     "one id": ({}, {"eos_token_id": 8}, PLAIN, {1, 8}),
     "template": ({}, None, TURNS, {1, "<turn_end>"}),
     "calls of tools": ({}, None, CHANNELS, {1, "<turn_end>", "<call_end>"}),
+    "header": ({}, None, OPENED, {1}),
+    "header, without calls": ({}, None, OPENED + "{{ '<turn_end>' if messages[-1].content }}", {1, "<turn_end>"}),
     "template that refuses": ({}, None, STRICT, {1}),
     "name": ({}, None, PLAIN, {1, "<|eom_id|>"}),
 }
@@ -43,7 +47,7 @@ def folder_of(path, config, generation, template, added=()):
 @pytest.mark.parametrize("name", FOLDERS)
 def test_token_that_any_source_names_ends_a_response(tmp_path, name):
     config, generation, template, expected = FOLDERS[name]
-    added = ["<part_end>", "<call_end>", "<turn_end>", *(["<|eom_id|>"] if name == "name" else [])]
+    added = ["<u>", "<s>", "<part_end>", "<call_end>", "<turn_end>", *(["<|eom_id|>"] if name == "name" else [])]
     tokenizer = folder_of(tmp_path, config, generation, template, added)
     ids = {token if isinstance(token, int) else tokenizer.convert_tokens_to_ids(token) for token in expected}
     assert set(read_stop_tokens(tmp_path, tokenizer).ids) == ids

@@ -1,6 +1,7 @@
 """Variables of chat templates, wherever a template is applied."""
 
 import copy
+import math
 import re
 from types import SimpleNamespace
 
@@ -60,6 +61,9 @@ def test_set_template_options_hold_for_copies_and_processors():
         (READING, {"messages": []}, "messages: the chat template of model.path does not read it"),
         (READING, {"add_generation_prompt": False}, "add_generation_prompt: the chat template"),
         ("{{- messages[0].content -}}", {"thinking": True}, "It reads nothing that an option could set."),
+        (READING, {"mood": math.inf}, "mood: inf has another type .* lists and mappings of them."),
+        (READING, {"effort": {"low": [math.nan]}}, "effort: {'low': .nan.} has another .* and mappings of them."),
+        (READING, {"mood": {"a"}}, "mood: {'a'} has another type than .* lists and mappings of them."),
         (None, {"thinking": True}, "has no chat template. Leave it out."),
     ],
 )
@@ -70,7 +74,7 @@ def test_set_template_options_that_no_template_reads_raise(template, options, me
 
 
 def test_check_options_are_used_needs_a_prompt_that_a_template_has_written():
-    written = Prompt(0, (1,), "user:a", None, {}, messages=HELLO)
+    written = Prompt(0, (1,), "a", None, {}, messages=HELLO, templated=True)  # by a template without a role
     plain = Prompt(1, (1,), "a", None, {}, messages=HELLO)
     check_options_are_used([plain, written])
     with pytest.raises(UserError, match="no prompt is written by the template. Set data.chat_template=true"):

@@ -45,6 +45,10 @@ WRITTEN = {
     "<think>The answer is A</think>I do not know.": None,
     "<think>The answer is A, or": None,
     "[THINK]The answer is A[/THINK]The answer is D": "D",
+    "[THINK]The answer is A, or": None,
+    "<|channel|>analysis<|message|>The answer is A, or": None,
+    "<|channel|>analysis<|message|>A is wrong<|end|><|start|>assistant<|channel|>final<|message|>Answer: D": "D",
+    "\n◁think▷The answer is A, or": None,
 }
 
 

@@ -114,6 +114,9 @@ def test_names_of_contests_are_defined_for_functions_and_programs(sandbox):
     program = USES + "\nif __name__ == '__main__':\n    print(*Solution().uses(int(stdin.readline())))"
     stdin = {"public_test_cases": json.dumps([case("9\n", " ".join(map(str, EXPECTED)))])}
     assert passed(f"```python\n{program}\n```", stdin) == 1.0
+    # Recursion is as deep for a program that imports all its names.
+    deep = "import sys\ndef depth(n): return n and 1 + depth(n - 1)\nprint(depth(int(sys.stdin.readline())))"
+    assert passed(f"```python\n{deep}\n```", {"public_test_cases": json.dumps([case("3000\n", "3000")])}) == 1.0
     # Records that bring their own imports, and programs of Codeforces, run as they are.
     assert passed("```python\ndef f(x: List[int]): return 1\n```", {"test_list": ["assert f(1) == 1"]}) == 0.0
     assert passed("```python\nprint(gcd(4, 6))\n```", {"tests": [{"input": "", "output": "2"}]}) == 0.0

@@ -1,11 +1,10 @@
 """Verifiable instructions: hand-made responses, and the figures of the package itself."""
 
-import os
-
 import pytest
 
 from verl_mg.errors import UserError
 from verl_mg.rewards import Sample, ifeval, load_reward
+from verl_mg.rewards.worker_pool import shared_pool
 
 package = pytest.importorskip("if_verifiable")
 
@@ -66,7 +65,8 @@ def test_records_and_options_that_cannot_be_scored_are_refused():
 def test_score_of_a_response_that_the_package_searches_for_too_long_is_0(monkeypatch):
     record = {"instruction_id_list": ["detectable_format:number_bullet_lists"], "kwargs": [{"num_bullets": 2}]}
     sample = Sample("p", "* a\n* b" + "\n" * 40_000 + "x", None, record, "stop")  # the square of line ends: seconds
-    pool = ifeval._pool(os.getpid(), "ifeval")
+    function = "verl_mg.rewards.ifeval:_evaluate"
+    pool = shared_pool(function, ifeval.WORKERS, ifeval.SECONDS, ("if_verifiable.ifeval",))
     assert pool.score("ifeval", "p", *record.values(), "* a\n* b") is not None  # a worker has started
     monkeypatch.setattr(pool, "seconds", 0.5)
     reward = load_reward("verl_mg.rewards.ifeval:Score")(sample)

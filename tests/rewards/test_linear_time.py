@@ -58,7 +58,8 @@ def seconds(score: Callable[[str], object], response: str) -> float:
 @pytest.mark.parametrize("name", SCORES)
 def test_score_of_repetitions_takes_little_time(monkeypatch, name):
     # What math-verify computes is in processes that are killed when their time is up.
-    monkeypatch.setattr(math, "_pool", lambda pid: SimpleNamespace(score=lambda response, answer: None))
+    pool = SimpleNamespace(score=lambda response, answer: None)
+    monkeypatch.setattr(math, "shared_pool", lambda *limits, **seconds: pool)
     score = (lambda response: RegexFormat().score(sample(response))) if name == "regex_format" else SCORES[name]
     times: dict[str, float] = {}
 

@@ -103,7 +103,7 @@ def test_score_hard_formula_times_out_on_any_thread(monkeypatch):
     limited = "from verl_mg.rewards import math\nmath.SECONDS = 2\nrun_worker("
     monkeypatch.setattr(worker_pool, "PROGRAM", worker_pool.PROGRAM.replace("run_worker(", limited))
     pool = worker_pool.WorkerPool("verl_mg.rewards.math:is_equivalent", limit=1, seconds=600.0)
-    monkeypatch.setattr(math, "_pool", lambda pid: pool)
+    monkeypatch.setattr(math, "shared_pool", lambda *limits, **seconds: pool)
     hard = r"\boxed{9^{9^{9}}}"
     assert score("5", hard) == Reward(0.0, {"correct": 0.0, "answered": 1.0}, "9**(9**9)")
     results: list[Reward] = []

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from verl_mg.errors import UserError
 from verl_mg.rewards.worker_pool import WorkerPool
 
 TIMEOUT = 600.0
@@ -66,6 +67,23 @@ def test_score_worker_that_cannot_start_raises(workers, monkeypatch):
     for _ in range(3):  # more often than there may be workers
         with pytest.raises(OSError, match="a process for verl_mg.rewards.math:is_equivalent ended"):
             workers.score("5", "5")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "kind", "text"),
+    [
+        ("operator:truediv", (1, 0), RuntimeError, "ZeroDivisionError: division by zero"),
+        ("operator:add", (1, 0), RuntimeError, "AttributeError: 'int' object has no attribute 'value'"),
+        ("verl_mg.import_function:load_function", ("math", "key"), UserError, "^key"),
+    ],
+)
+def test_score_of_function_that_raises_is_no_score(function, arguments, kind, text):
+    workers = WorkerPool(function, limit=1, seconds=TIMEOUT)
+    for _ in range(2):  # by the same worker
+        with pytest.raises(kind, match=text):
+            workers.score(*arguments)
+    assert workers._count == 1
+    workers.close()
 
 
 def test_workers_end_with_their_parent():

@@ -182,7 +182,7 @@ def compared(inputs: Path) -> tuple[list[str], list[str]]:
         later = batch.positions >= 6
         batch["policy_versions"] = torch.where(later, batch["policy_versions"] - 1, batch["policy_versions"])
         batch["rollout_logprobs"] = torch.where(later, batch["rollout_logprobs"] - 1, batch["rollout_logprobs"])
-        check = MismatchCheck.of(of.config, of.actor, of.prompts, 16)
+        check = MismatchCheck.of(of.config, of.actor, of.prompts, 16, Sampling(max_new_tokens=1), None)
         # Without a token of the present weights nothing is compared, and the next rows are.
         stale = batch.select_columns(batch.names())
         stale["policy_versions"] = batch["policy_versions"] - 1

@@ -289,7 +289,7 @@ def prefetch(model: Path) -> dict[str, object]:
             resumed.feed.load_state(roles.feed.state())
             resumed.rollout.load(rollout.state(), rollout.local_state(), resumed.feed.by_id)
             resumed.rollout.update_weights(resumed.actor)
-            resumed.rollout.resume_in_flight()
+            resumed.rollout.start_generating()
             resumed.rollout.start_iteration(iteration + 1, is_last=True)
             again = resumed.rollout.generate(resumed.feed.next_batch(2), num_samples=2)
             assert len(resumed.reward.wait(again)) == len(again)

@@ -20,7 +20,9 @@ def test_document_has_every_family_with_an_outcome_of_each_check() -> None:
     rows = dict(re.findall(r"^\| `([^`]+)` \|(.+)\|$", text, re.MULTILINE))
     not_built = re.findall(r"^- `([^`]+)` \(", text.partition("## Not built")[2], re.MULTILINE)
     assert sorted([*rows, *not_built]) == sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    assert {cell.strip() for cells in rows.values() for cell in cells.split("|")} <= OUTCOMES
+    table = [[cell.strip() for cell in cells.split("|")] for cells in rows.values()]
+    assert {cell for cells in table for cell in cells} <= OUTCOMES
+    assert all(trained == "works" or resumed == "-" for _, _, trained, resumed, *_ in table)
     assert re.search(r"^Measured on CPUs with transformers [\d.]+, torch \S+, \d{4}-\d\d-\d\d\.$", text, re.MULTILINE)
 
 
@@ -50,6 +52,7 @@ def test_reasons_that_several_families_have_are_one_line() -> None:
     lines += [line("two", "rows", "packed"), line("three", "build", "unbuildable", "no layers")]
     text = markdown(lines, "about")
     assert "| `one` | unpacked | - | - | - |" in text and "| `two` | packed | - | - | - |" in text
+    assert "SGLang" not in text and "- SGLang, vLLM: " in markdown([*lines, line("one", "vllm", "works")], "about")
     assert "- rows, `one`: unpacked, since packed: conv differs" in text and "- `three` (no layers)" in text
 
 

@@ -84,7 +84,7 @@ def test_curves_of_many_steps_keep_extremes(tmp_path, monkeypatch):
 def test_curves_of_seeds_have_a_mean_and_a_band(tmp_path):
     folders = [write_run(tmp_path / name, iterations=1) for name in ("one", "two", "three", "other", "none")]
     for number, folder in enumerate(folders):
-        rate = 2 if folder.name == "other" else 1
+        rate = "010" if folder.name == "other" else 1  # a text, as `load_config` reads it
         text = f"job: {{seed: {number}, output: {folder}}}\nactor: {{optimizer: {{lr: {rate}}}}}\n"
         (folder / "config.yaml").write_text(text if folder.name != "none" else "{")
         lines = [{"step": 1, "x": float(number)}, {"step": 2, "x": 3.0 * number}, {"step": 3 + number, "x": 7.0}]
@@ -92,7 +92,7 @@ def test_curves_of_seeds_have_a_mean_and_a_band(tmp_path):
     with serving(*folders) as ask:
         groups = ask("groups")
         assert [group["runs"] for group in groups] == [[0, 1, 2], [3], [4]]
-        assert groups[1]["differs"]["actor.optimizer.lr"] == "2"
+        assert groups[1]["differs"]["actor.optimizer.lr"] == "010"
         wide = curve(ask, "x", runs="[0, 1, 2]", band="range")["x"]
         assert wide["steps"] == [1, 2, 3, 4, 5] and wide["values"] == [1, 3, 7, 7, 7]
         assert (wide["low"], wide["high"]) == ([0, 0, 7, 7, 7], [2, 6, 7, 7, 7])

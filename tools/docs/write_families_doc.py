@@ -29,6 +29,9 @@ CHECKS = {"rows": "rows", "tp2": "tp2", "train": "GRPO, export", "resume": "resu
 ENGINE_CHECKS = {"sglang": "SGLang", "sglang2": "SGLang tp2", "vllm": "vLLM", "vllm2": "vLLM tp2"}
 """Checks on engines, which run where `--check` names them."""
 BUILD = "build"
+NEEDS = {"resume": "train"}
+"""Checks that continue the run of another one, where it works; all others need only the model."""
+UNTRIED = "-"
 RANKS = {"tp2": 2}
 TIMEOUT_S = 600  # of a check; an engine may compile kernels
 PRELOADED = ("verl_mg.cli", "verl_mg.run.loop", "verl_mg.fsdp.model_runner", "tools.docs.family_checks")
@@ -44,10 +47,12 @@ one family with `--only FAMILY`.
 - rows: log-probs against the family's module by itself, row by row, within 1e-5: *packed*, or *unpacked*, where each
   row is computed by itself; tp2: the same on two ranks of tensor parallelism
 - GRPO, export: two iterations with the engine hf, whose log-probs are the trainer's, and the exported model loads;
-  resume: a third iteration from the checkpoint
-- SGLang, vLLM: an iteration with the engine, whose log-probs are the trainer's
+  resume: a third iteration from the checkpoint, where there is one
 - *refused*: in one line before training; the reasons are below. *-*: not tried
 """
+
+OF_ENGINES = "- SGLang, vLLM: an iteration with the engine, whose log-probs are the trainer's\n"
+"""Line of the introduction of a document with such columns."""
 
 Line = dict[str, Any]
 
@@ -107,12 +112,17 @@ def sweep(families: Sequence[str], checks: Sequence[str], results: Path, done: s
             if not left:
                 continue
             with tempfile.TemporaryDirectory(prefix=f"{family}-") as folder:
-                for check in (BUILD, *left):
-                    line = run(family, check, Path(folder))
+                outcomes: dict[str, str] = {}
+                for check in dict.fromkeys([BUILD, *(NEEDS[check] for check in left if check in NEEDS), *left]):
+                    if check == BUILD or outcomes[NEEDS.get(check, BUILD)] == "works":
+                        line = run(family, check, Path(folder))
+                    else:
+                        line = {"family": family, "check": check, "outcome": UNTRIED, "detail": "", "seconds": 0.0}
+                    outcomes[check] = line["outcome"]
                     file.write(json.dumps(line) + "\n")
                     file.flush()
                     print(" ".join(str(value) for value in line.values()), flush=True)
-                    if check == BUILD and line["outcome"] != "works":
+                    if outcomes[BUILD] != "works":
                         break
 
 
@@ -127,12 +137,12 @@ def markdown(lines: Sequence[Line], about: str) -> str:
     columns = CHECKS | {check: name for check, name in ENGINE_CHECKS.items() if any(check in f for f in built.values())}
     table = [f"| model_type | {' | '.join(columns.values())} |", "|---" * (len(columns) + 1) + "|"]
     for family, outcomes in built.items():
-        cells = (outcomes[check]["outcome"] if check in outcomes else "-" for check in columns)
+        cells = (outcomes[check]["outcome"] if check in outcomes else UNTRIED for check in columns)
         table.append(f"| `{family}` | {' | '.join(cells)} |")
     others = [f"`{family}` ({f[BUILD]['detail']})" for family, f in sorted(by_family.items()) if family not in built]
     return "\n".join(
         [
-            INTRODUCTION,
+            INTRODUCTION + OF_ENGINES * any(check in columns for check in ENGINE_CHECKS),
             about,
             "",
             *table,
@@ -156,7 +166,7 @@ def _reasons(built: Mapping[str, Mapping[str, Line]], columns: Mapping[str, str]
         for check, name in columns.items():
             line = outcomes.get(check)
             _, _, why = line["detail"].partition("; packed: ") if line else ("", "", "")
-            if line and line["outcome"] not in ("works", "packed", "unpacked"):
+            if line and line["outcome"] not in ("works", "packed", "unpacked", UNTRIED):
                 reasons[name, line["outcome"], line["detail"]].append(f"`{family}`")
             elif why:
                 reasons[name, "unpacked, since packed", why].append(f"`{family}`")

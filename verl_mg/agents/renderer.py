@@ -11,6 +11,7 @@ from verl_mg.agents.call import RequestError
 from verl_mg.data.rendering import with_argument_values
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages
+from verl_mg.models.special_tokens import exact_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,9 +85,7 @@ class ConversationRenderer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, special ones included."""
-        text = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+        return exact_text(self._tokenizer, tokens)
 
     def after_reply(self, rendered: str, last: int) -> str:
         """Returns the text after the last generated token `last` of a reply: the end of the turn.

@@ -11,13 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from verl_mg.config.roles import RolloutConfig
 from verl_mg.engines.sglang.internals import reply_parsers
 from verl_mg.errors import UserError
-from verl_mg.rewards.answer_part import THOUGHT, THOUGHT_ENDS
+from verl_mg.rewards.answer_part import THOUGHTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-PROMPT_END = 100  # characters at the end of a prompt among which a mark of reasoning is looked for
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class ReplyParser:
         parser, start, end = self._reasoning_parser()
         opening = start + getattr(parser.detector, "think_start_self_label", "")
         # A template may open the reasoning at the end of the prompt, or close it there, as with thinking switched off.
-        whole, prompt = text, prompt[-PROMPT_END:].rstrip()
+        whole, prompt = text, prompt.rstrip()
         if start and prompt.endswith((start, opening.rstrip())):
             whole = (start if prompt.endswith(start) else opening) + text
         elif end and prompt.endswith(end) and not (start and start in text):
@@ -176,7 +173,7 @@ def unread_reasoning(rollout: RolloutConfig, tokenizer: PreTrainedTokenizerBase)
     if rollout.reasoning_parser or not (rollout.tools or rollout.has_agents):
         return ""
     template, tokens = str(tokenizer.chat_template), tokenizer.get_vocab()
-    mark = next((mark for mark in (THOUGHT, *THOUGHT_ENDS) if mark in template or mark in tokens), "")
+    mark = next((mark for pair in THOUGHTS for mark in pair if mark in template or mark in tokens), "")
     return mark and (
         f"rollout.reasoning_parser: the tokenizer has {mark}, but no parser reads reasoning, so that calls of tools "
         "within it are made. Set the parser of the model's family, such as qwen3."

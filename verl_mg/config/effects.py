@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel
 
+from verl_mg.config.roles import RoleSection
 from verl_mg.config.tree import Config
 from verl_mg.errors import UserError
 
@@ -34,6 +35,14 @@ def _has_engine(name: str, config: Config) -> bool:
     return config.rollout.engine == name
 
 
+# Sections of the roles with a model; a teacher has the name that its user chooses.
+MODELS = tuple(
+    name
+    for name, field in Config.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, RoleSection)
+)
+# Not the reference: its section is kept where a penalty is turned off by its coefficient.
+ROLES = (*(name for name in MODELS if name not in ("actor", "reference")), "teachers")
 AGENTS = "agent_options agent_timeout_s agent_concurrency agent_retries agent_failure_reward agent_trained agent_host"
 NEEDS = (
     Needs("rollout", "max_turns tool_timeout_s", lambda c: c.rollout.tools, "there are no tools. Set rollout.tools"),
@@ -74,7 +83,7 @@ NEEDS = (
     Needs("algorithm.kl", "horizon", lambda c: c.algorithm.kl.target, "nothing is adapted. Set algorithm.kl.target"),
     *(
         Needs(role, "dynamic_context", partial(_has_cp, role), "its layout divides no rows. Set layout=cp2 there")
-        for role in ("actor", "critic", "reward_model", "process_reward", "reference")
+        for role in MODELS
     ),
     Needs("tracking", "project samples", lambda c: c.tracking.services,
           "no service receives it. Set tracking.services"),
@@ -83,9 +92,6 @@ NEEDS = (
     Needs("profile", "ranks memory", lambda c: c.profile.iterations,
           "no iteration is traced. Set profile.iterations"),
 )  # fmt: skip
-MODELS = {"actor", "critic", "reward_model", "process_reward", "reference"}
-# Not the reference: its section is kept where a penalty is turned off by its coefficient.
-ROLES = ("critic", "reward_model", "process_reward", "teachers")
 
 
 def check_effects(config: Config, roles: Collection[str]) -> None:
@@ -111,10 +117,11 @@ def without_effect(config: Config, roles: Collection[str]) -> Iterator[tuple[str
     for name in _differing(config):
         if name in ROLES and name not in built:
             yield name, "the recipe builds no such role. Choose another recipe"
-    sections = [getattr(config, name) for name in built & MODELS]
+    sections = [getattr(config, name) for name in MODELS if name in built]
     backends = {section.backend for section in (*sections, *config.teachers.values())}
-    for name in {"fsdp", "megatron"} - (backends if "teachers" not in built else backends | {config.reference.backend}):
-        for key in _differing(getattr(config, name)):
+    backends |= {config.reference.backend} if "teachers" in built else set()
+    for name in get_args(RoleSection.model_fields["backend"].annotation):
+        for key in _differing(getattr(config, name)) if name not in backends else ():
             yield f"{name}.{key}", f"no role has this backend. Set actor.backend={name}"
 
 

@@ -55,6 +55,7 @@ class Prompt:
     """Rows that train chosen turns of the conversation; none where the answer is trained."""
     opening: str = ""
     """End of the text that is the beginning of the reply, which the chat template writes, such as "<think>\\n"."""
+    templated: bool = False  # whether a chat template wrote the text
 
     def load_images(self) -> RowImages:
         """Returns the images of the prompt; UserError where one of them cannot be read or decoded."""

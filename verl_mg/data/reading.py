@@ -5,6 +5,7 @@ The fields of a record that are its prompt and its answer are found in the layou
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mg.config import DataConfig, SourceConfig
-from verl_mg.data.file_formats import Record
+from verl_mg.data.file_formats import Record, plain
 from verl_mg.data.images import ImageLimits, ImageSource, images_of
 from verl_mg.data.prompt_feed import Curriculum, Prompts
 from verl_mg.data.prompts import Mixture, Prompt, PromptSet
@@ -196,12 +197,22 @@ def _field_names(record: Record) -> list[str]:
     return [name for field, names in inside.items() for name in (field, *(f"{field}.{inner}" for inner in names))]
 
 
-def _digest(records: Iterable[Record]) -> str:
-    """Returns a digest of the contents of records, which file they are from does not matter."""
-    digest = hashlib.blake2b(digest_size=16)
-    for record in records:
-        digest.update(repr(record).encode("utf-8", "surrogatepass"))
+def _digest(located: Iterable[Located]) -> str:
+    """Returns a digest of the contents of records; which file they are from, and where that is, does not matter."""
+    digest, folder_of = hashlib.blake2b(digest_size=16), functools.cache(lambda file: Path(file).parent.resolve())
+    for place, record in located:
+        text = json.dumps(plain(record), sort_keys=True, ensure_ascii=False, default=_digest_of_value)
+        # After a move, absolute paths such as of Harbor's tasks begin with another folder.
+        folder = json.dumps(str(folder_of(place.rpartition(":")[0])), ensure_ascii=False)
+        text = text.replace(folder, '"."').replace(f"{folder[:-1]}/", '"./')
+        digest.update(text.encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
+
+
+def _digest_of_value(value: Any) -> str:
+    # Not `repr`, in which an object may have its address.
+    is_bytes = isinstance(value, bytes | bytearray | memoryview)
+    return hashlib.blake2b(value).hexdigest() if is_bytes else type(value).__name__
 
 
 def _is_in(records: Sequence[Record], name: str) -> bool:
@@ -288,6 +299,7 @@ class _Reader:
                 reward,
                 of_row,
                 opening if text.templated and text.text.endswith(opening) else "",
+                text.templated,
             )
             for i, (length, row, text, answer, of_prompt, of_row, (place, record)) in enumerate(columns, start=first_id)
             if length <= limit
@@ -297,7 +309,7 @@ class _Reader:
                 f"{source.path}: all {len(located)} prompts are longer than {limit} tokens; the shortest has "
                 f"{min(lengths)}. Raise data.max_prompt_tokens to that or more."
             )
-        dropped, digest = len(located) - len(prompts), _digest(record for _, record in located)
+        dropped, digest = len(located) - len(prompts), _digest(located)
         return PromptSet(prompts, seed=self.seed, dropped=dropped, source=name, records=digest)
 
     def _fields(self, data: DataConfig, loss_on: str, path: Path, located: Sequence[Located]) -> _RecordFields:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 # Texts that a tokenizer gets in a call: what it returns needs several times the memory of the ids.
 ROWS = 1000
+OPENING_TOKENS = 64  # tokens in front of a reply that contain all that a chat template writes of it
 
 
 class RenderedPrompt(NamedTuple):
@@ -202,7 +203,7 @@ def reply_opening(tokenizer: "PreTrainedTokenizerBase") -> str:
         return ""
     # The header is what finished replies begin with too: most templates write no thinking in earlier turns.
     replies = [whole.removeprefix(context) for whole in wholes]
-    end = sum(1 for _ in takewhile(lambda characters: len(set(characters)) == 1, zip(header, *replies, strict=False)))
+    end = common_length(header, *replies)
     tag = header.rfind("<", 0, end)
     if tag > header.rfind(">", 0, end):
         end = tag  # "<think>" and "</think>" differ after their first character
@@ -212,6 +213,11 @@ def reply_opening(tokenizer: "PreTrainedTokenizerBase") -> str:
     if "assistant" in header and header.startswith(after_role, role_end):
         end = min(end, role_end + len(after_role))
     return header[end:] if header[end:].strip() else ""
+
+
+def common_length(*texts: str) -> int:
+    """Returns the number of characters with which all texts begin alike."""
+    return sum(1 for _ in takewhile(lambda characters: len(set(characters)) == 1, zip(*texts, strict=False)))
 
 
 def is_conversation(value: Any) -> bool:

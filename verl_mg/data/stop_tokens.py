@@ -6,12 +6,14 @@ StopTokens({2: ("config.json", "generation_config.json", "tokenizer"), 7: ("gene
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_mg.data.rendering import common_length, render_conversation
 from verl_mg.errors import UserError
 from verl_mg.models.transformers_module import read_module_config
 
@@ -24,11 +26,9 @@ NAMED = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 # Fields that change how tokens are drawn; the keys of `rollout` decide instead, for all engines.
 DRAWING = ("do_sample", "temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty", "num_beams")
 _USER = {"role": "user", "content": "a"}
+_ANSWERS = ({"role": "assistant", "content": "b"}, {"role": "assistant", "content": "c"})
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": "b"}}}
-_REPLIES: tuple[dict[str, Any], ...] = (
-    {"role": "assistant", "content": "b"},
-    {"role": "assistant", "content": "", "tool_calls": [_CALL]},
-)
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StopTokens:
         return tuple(sorted(self.sources))
 
     def described(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-        """Returns rows of the table of a start: what ends a response, and what the model folder says in vain."""
+        """Returns rows of the table of a start: what ends a response, and what of the model folder is not used."""
         named = [f"{tokenizer.convert_ids_to_tokens(id)} ({', '.join(self.sources[id])})" for id in self.ids]
         rows = {"stop tokens": "; ".join(named) or "none"}
         if self.never_drawn:
@@ -86,14 +86,14 @@ def end_of_turn(tokens: Sequence[int], start: int, tokenizer: PreTrainedTokenize
 
 def _ends_of_template(tokenizer: PreTrainedTokenizerBase) -> Iterator[int]:
     """Yields the tokens with which the chat template ends an answer, and a call of a tool."""
-    if tokenizer.chat_template is None:
-        return
-    for reply in _REPLIES:
-        try:
-            text = str(tokenizer.apply_chat_template([_USER, reply], tokenize=False))
-        except Exception:
-            continue
-        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    texts: list[str] = []
+    for reply in (*_ANSWERS, _CALLING):
+        with contextlib.suppress(UserError):  # no template, or one that rejects such a reply
+            texts.append(render_conversation([_USER, reply], tokenizer, "", for_reply=False))
+    # The header, which may be a special token itself, is what all replies begin with.
+    header = texts[0][: common_length(*texts[:2])] if texts else ""
+    for text in texts[1:]:
+        tokens = tokenizer(text[common_length(header, text) :], add_special_tokens=False)["input_ids"]
         if end := end_of_turn(tokens, 0, tokenizer):
             yield tokens[end - 1]
 

@@ -8,6 +8,7 @@ tools.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,13 @@ def set_template_options(
     if unknown := [name for name in options if name not in known.difference(OF_CALLS)]:
         names = ", ".join(sorted(known.difference(OF_CALLS))) or "nothing that an option could set"
         raise UserError(f"{KEY}.{unknown[0]}: the chat template of model.path does not read it. It reads {names}.")
-    # Jinja reads the values of YAML as Python writes them.
+    for name, value in options.items():
+        if not _is_literal(value):
+            raise UserError(
+                f"{KEY}.{name}: {value!r} has another type than templates can have. Write a text, true, false, null, "
+                "a finite number, or lists and mappings of them."
+            )
+    # Jinja reads these values as Python writes them.
     begin = "".join(f"{{%- set {name} = {value!r} -%}}" for name, value in options.items())
     for owner in owners:
         changed = {name: begin + text for name, text in _by_name(owner.chat_template).items()}
@@ -48,9 +55,17 @@ def set_template_options(
 
 def check_options_are_used(prompts: Iterable[Prompt]) -> None:
     """Raises UserError where no prompt of a job with options and without agents and tools is written by a template."""
-    # A text that no template has written is the content of its only message.
-    if all([prompt.text] == [message["content"] for message in prompt.messages] for prompt in prompts):
+    if not any(prompt.templated for prompt in prompts):
         raise UserError(f"{KEY}: no prompt is written by the template. Set data.chat_template=true, or leave it out.")
+
+
+def _is_literal(value: Any) -> bool:
+    """Returns whether what Python writes for a value is the value in Jinja."""
+    if isinstance(value, dict):
+        return all(map(_is_literal, (*value, *value.values())))
+    if type(value) is list:
+        return all(map(_is_literal, value))
+    return value is None or type(value) in (str, bool, int) or (type(value) is float and math.isfinite(value))
 
 
 def _by_name(template: Any) -> dict[str, str]:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from verl_mg.errors import UserError
+from verl_mg.models.special_tokens import exact_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,8 +30,8 @@ def token_ends(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> tup
     for number in range(len(tokens)):
         # With the token in front: decoders of SentencePiece drop the space that a text begins with.
         context = list(tokens[max(start - 1, 0) : start])
-        before = _decoded(context, tokenizer)
-        piece = _decoded([*context, *tokens[start : number + 1]], tokenizer)[len(before) :]
+        before = exact_text(tokenizer, context)
+        piece = exact_text(tokenizer, [*context, *tokens[start : number + 1]])[len(before) :]
         if piece.endswith(INCOMPLETE) and number + 1 < len(tokens):
             ends.append(None)
             continue
@@ -72,8 +73,3 @@ def aligned_spans(
         span += 1
     last = max(span - 1, 0)
     return [min(number, last) for number in first], second + [last] * (len(places) - len(second))
-
-
-def _decoded(tokens: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    text = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-    return str(text)

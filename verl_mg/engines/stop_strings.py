@@ -11,10 +11,12 @@ import copy
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from verl_mg.engines.engine import EngineWrapper, Request, RolloutEngine, Sample, Sampling
 from verl_mg.engines.trajectory import NOT_GENERATED
+from verl_mg.models.special_tokens import exact_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,14 +26,7 @@ Decode = Callable[[Sequence[int]], str]  # function that returns the text of tok
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Decode:
     """Returns the function that decodes with a copy of a tokenizer, which is not safe to use in two threads."""
-    copied = copy.deepcopy(tokenizer)
-
-    def decode(tokens: Sequence[int]) -> str:
-        text = copied.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
-
-    return decode
+    return partial(exact_text, copy.deepcopy(tokenizer))
 
 
 def num_tokens_to_stop(tokens: Sequence[int], stop: Sequence[str], decode: Decode) -> int | None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from verl_mg.config import Config, TeacherConfig
 from verl_mg.data import PromptFeed
 from verl_mg.data.prompts import teacher_prompt
-from verl_mg.data.stop_tokens import read_stop_tokens
 from verl_mg.engines.scoring_server import ScoringServer
 from verl_mg.errors import UserError
 from verl_mg.job.build_models import TEACHERS
@@ -31,12 +30,13 @@ def build_teachers(
     prompts: PromptFeed,
     tokenizer: PreTrainedTokenizerBase,
     tools: Sequence[dict[str, Any]],
+    stop_token_ids: Sequence[int],
     context: JobContext,
 ) -> Teachers:
     """Returns the teachers of a job; without any in the configuration, the reference is the teacher of all samples.
 
-    `roles` are the model roles by name, and `tools` the schemas that a chat template describes to the model. UserError
-    if a source has no teacher or several, or a server cannot be used.
+    `roles` are the model roles by name, and `tools` the schemas that a chat template describes to the model.
+    `stop_token_ids` end a response. UserError if a source has no teacher or several, or a server cannot be used.
     """
     actor, number_of = roles["actor"], teacher_numbers(config)
     assert isinstance(actor, Actor)
@@ -46,7 +46,7 @@ def build_teachers(
         loaded = ["reference"]
     fixed = {key: policy_of(roles, key) for key in loaded}
     teachers: dict[str, Teacher] = {} if config.teachers else {"reference": policy_of(roles, "reference")}
-    read = partial(_row_reader, config, prompts, tokenizer, tools)
+    read = partial(_row_reader, config, prompts, tokenizer, tools, frozenset(stop_token_ids))
     for name, section in config.teachers.items():
         key = f"{TEACHERS}.{name}"
         model = key if section.has_model else section.weights
@@ -62,6 +62,7 @@ def _row_reader(
     prompts: PromptFeed,
     student: PreTrainedTokenizerBase,
     tools: Sequence[dict[str, Any]],
+    stops: frozenset[int],
     key: str,
     section: TeacherConfig,
 ) -> RowReader:
@@ -76,7 +77,6 @@ def _row_reader(
     model = read_any_config(config.model.path)
     if section.tokenizer is None:
         return OtherPrompts(tokens_of, model.max_positions, f"{key}.prompt")
-    stops = frozenset(read_stop_tokens(config.model.path, student).ids)
     return OtherTokens(tokens_of, student, tokenizer, stops, f"{key}.tokenizer")
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -136,6 +135,7 @@ class RunningJob:
         self._multi_turn: MultiTurnEngine | None = None
         self._rollout: RolloutSource | None = None
         self._engines: EngineGroup | None = None
+        self._check: MismatchCheck | None = None
         if "rollout" in roles and starts_engines:
             self._rollout = self._build_rollout(records, learns) if rollout is None else rollout()
 
@@ -255,9 +255,9 @@ class RunningJob:
                 raise RuntimeError(f"{name}: no checkpoint has restored {', '.join(sorted(role.runner.unrestored))}")
         if self._rollout is not None:
             self._rollout.update_weights(self.actor)
-            if self._engines:
-                self._probe_engines()
-            self._rollout.resume_in_flight()
+            if self._engines and self._check:
+                self._check.probe(self._engines)
+            self._rollout.start_generating()
 
     def begin(self, iteration: int) -> dict[str, float]:
         """Prepares an iteration before the recipe is called.
@@ -405,7 +405,7 @@ class RunningJob:
         self._teachers: Teachers | None = None
         if TEACHERS in self.requested:
             self._teachers = build_teachers(
-                self.config, self.roles, self.prompts, self.tokenizer, self._schemas, self.context
+                self.config, self.roles, self.prompts, self.tokenizer, self._schemas, self._stops.ids, self.context
             )
 
     def _follow_actor(self) -> None:
@@ -459,9 +459,9 @@ class RunningJob:
         self._engines = engines = build_engine_group(
             self.config, self.actor, self.context, wrap, self.processor, decode, longest or None
         )
-        check = MismatchCheck.of(self.config, self.actor, self.prompts, longest)
         routed = routed_shape(self.config.model.path) if config.replay_routing else None
-        self._probe_engines = partial(check.probe, engines, longest, sampling, routed) if learns else lambda: None
+        if learns:
+            self._check = MismatchCheck.of(self.config, self.actor, self.prompts, longest, sampling, routed)
         setup = RolloutSetup(
             sampling=sampling,
             seed=self.config.job.seed,
@@ -470,7 +470,7 @@ class RunningJob:
             records=records,
             reward=self._reward,
             routed_shape=routed,
-            check=check if learns else None,
+            check=self._check,
         )
         if config.mode == "async":
             assert isinstance(engines, InFlightEngineGroup)  # `check_engines` has refused others

@@ -1,11 +1,19 @@
-"""Tokens that a tokenizer adds to a text by itself, such as a token of the beginning or of the end."""
+"""Special tokens: the text of tokens with them, and those that a tokenizer adds to a text by itself."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def exact_text(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:
+    """Returns the text of tokens as they are: special ones included, spaces unchanged."""
+    text = tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
 
 
 class AddedTokens(NamedTuple):

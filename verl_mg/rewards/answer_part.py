@@ -10,9 +10,14 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-THOUGHT = "<think>"
-# What ends the reasoning: of most models, of Mistral's, and of gpt-oss, which then begins the final message.
-THOUGHT_ENDS = ("</think>", "[/THINK]", "<|channel|>final<|message|>")
+# What begins and ends the reasoning. gpt-oss then begins the final message.
+THOUGHTS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),  # Mistral
+    ("<|channel|>analysis<|message|>", "<|channel|>final<|message|>"),
+    ("◁think▷", "◁/think▷"),  # Kimi-VL
+    ("<seed:think>", "</seed:think>"),
+)
 MARK = "####"  # the marker of a final answer in GSM8K, and of a heading in Markdown
 BOXED = "\\boxed"
 LONGEST = 200  # characters of an answer that patterns are tried on; prose is longer
@@ -40,8 +45,8 @@ class Marked(NamedTuple):
 
 def answer_part(response: str) -> str:
     """Returns what follows the reasoning; all of a response without reasoning, nothing of one that has not ended it."""
-    ends = [place + len(end) for end in THOUGHT_ENDS if (place := response.rfind(end)) >= 0]
-    if not ends and response.lstrip().startswith(THOUGHT):
+    ends = [place + len(end) for _, end in THOUGHTS if (place := response.rfind(end)) >= 0]
+    if not ends and response.lstrip().startswith(tuple(begin for begin, _ in THOUGHTS)):
         return ""
     return response[max(ends, default=0) :]
 

@@ -28,8 +28,9 @@ def solution(program: str, name: str, with_names: bool) -> dict[str, Any]:
     sys.modules[name] = module
     space = vars(module)
     code = compile(program, "solution.py", "exec", dont_inherit=True)
-    if with_names and (unknown := names_without_definition(program)):
+    if with_names:
         sys.setrecursionlimit(RECURSION_LIMIT)
+    if with_names and (unknown := names_without_definition(program)):
         modules = {each: importlib.import_module(each) for each in MODULES}
         for each in modules.values():
             public = getattr(each, "__all__", [name for name in vars(each) if not name.startswith("_")])

@@ -5,16 +5,13 @@ or faster, so it runs in processes that are killed when their time is up. A reco
 and `kwargs`, as in google/IFEval and allenai/IFBench_test.
 """
 
-import atexit
-import functools
 import importlib
-import os
 from typing import Any, Literal, get_args
 
 from verl_mg.errors import UserError
 from verl_mg.rewards.answer_part import answer_part
 from verl_mg.rewards.reward import Reward, Sample
-from verl_mg.rewards.worker_pool import WorkerPool
+from verl_mg.rewards.worker_pool import shared_pool
 
 Benchmark = Literal["ifeval", "ifbench"]
 Level = Literal["prompt", "instruction"]
@@ -60,7 +57,9 @@ class Score:
                 f"rewards.ifeval: {min(unknown)} is no instruction of {self._benchmark}. Set the option benchmark."
             )
         prompt, response = str(sample.record.get("prompt", "")), answer_part(sample.response)
-        reward = _pool(os.getpid(), self._benchmark).score(self._benchmark, prompt, instructions, arguments, response)
+        function, imports = f"{__name__}:{_evaluate.__name__}", (f"if_verifiable.{self._benchmark}",)
+        pool = shared_pool(function, WORKERS, SECONDS, imports)
+        reward = pool.score(self._benchmark, prompt, instructions, arguments, response)
         if reward is None:
             return Reward(0.0, {f"{level}_{mode}": 0.0 for level in get_args(Level) for mode in get_args(Mode)})
         return Reward(reward.parts[self._value], reward.parts)
@@ -95,14 +94,6 @@ def _evaluate(
         "instruction_loose": scores.partial_loose,
     }
     return Reward(scores.binary_strict, parts)
-
-
-@functools.cache
-def _pool(pid: int, benchmark: Benchmark) -> WorkerPool:
-    """Returns the pool of the process `pid`: a forked process must not use its parent's."""
-    pool = WorkerPool(f"{__name__}:{_evaluate.__name__}", WORKERS, SECONDS, imports=(f"if_verifiable.{benchmark}",))
-    atexit.register(pool.close)
-    return pool
 
 
 def _instructions(sample: Sample) -> tuple[list[str], list[dict[str, Any]]]:

@@ -1,9 +1,6 @@
 """Reward 1.0 for a final answer that is mathematically equal to the record's, compared by the library math-verify."""
 
-import atexit
-import functools
 import logging
-import os
 import re
 import threading
 from fractions import Fraction
@@ -23,7 +20,7 @@ from verl_mg.rewards.answer_part import (
     without_separators,
 )
 from verl_mg.rewards.reward import Reward, Sample
-from verl_mg.rewards.worker_pool import WorkerPool
+from verl_mg.rewards.worker_pool import shared_pool
 
 # Time limit of parsing, and of comparing: the default of math-verify.
 SECONDS = 5
@@ -64,7 +61,9 @@ def score(sample: Sample) -> Reward:
     # math-verify limits its time by an alarm signal, which only a main thread gets.
     if threading.current_thread() is threading.main_thread():
         return is_equivalent(response, sample.answer)
-    reward = _pool(os.getpid()).score(response, sample.answer)
+    # Two texts are parsed and compared in both directions.
+    pool = shared_pool(f"{__name__}:{is_equivalent.__name__}", WORKERS, seconds=4 * SECONDS + 1)
+    reward = pool.score(response, sample.answer)
     return reward or Reward(0.0, {"correct": 0.0, "answered": float(bool(final))})
 
 
@@ -79,15 +78,6 @@ def is_equivalent(response: str, answer: str) -> Reward:
         correct = bool(verify(expected, parsed, timeout_seconds=SECONDS)) and _are_close(expected, parsed)
     parts = {"correct": float(correct), "answered": float(bool(final or parsed))}
     return Reward(float(correct), parts, _number(final or "") or _canonical(parsed) or final or None)
-
-
-@functools.cache
-def _pool(pid: int) -> WorkerPool:
-    """Returns the pool of the process `pid`: a forked process must not use its parent's."""
-    # Two texts are parsed and compared in both directions.
-    pool = WorkerPool("verl_mg.rewards.math:is_equivalent", WORKERS, seconds=4 * SECONDS + 1)
-    atexit.register(pool.close)
-    return pool
 
 
 def _gold(answer: str) -> str:

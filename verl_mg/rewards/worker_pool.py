@@ -17,7 +17,9 @@ closes or this process dies.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -68,7 +70,10 @@ class WorkerPool:
     _starting: threading.Lock = field(default_factory=threading.Lock)
 
     def score(self, *arguments: Any) -> Reward | None:
-        """Calls the function in a worker, from any thread; None where it exceeds a limit. Raises its UserErrors."""
+        """Calls the function in a worker, from any thread; None where it exceeds a limit.
+
+        Raises its UserErrors, and RuntimeError with the name and text of another error.
+        """
         worker = self._acquire()
         try:
             result = worker.request(arguments, self.seconds)
@@ -79,8 +84,8 @@ class WorkerPool:
             self._discard(worker)
             raise
         self._idle.put(worker)
-        if isinstance(result, str):
-            raise UserError(result)
+        if isinstance(result, dict):
+            raise (UserError if result["is_users"] else RuntimeError)(result["error"])
         return Reward(*result)
 
     def close(self) -> None:
@@ -117,6 +122,19 @@ class WorkerPool:
         worker.kill()
 
 
+def shared_pool(function: str, limit: int, seconds: float, imports: tuple[str, ...] = ()) -> WorkerPool:
+    """Returns the pool of this process for a function, see `WorkerPool`; it is closed as the process ends."""
+    return _pool_of_process(os.getpid(), function, limit, seconds, imports)
+
+
+@functools.cache
+def _pool_of_process(pid: int, function: str, limit: int, seconds: float, imports: tuple[str, ...]) -> WorkerPool:
+    # By the number of the process: a forked one must not use its parent's.
+    pool = WorkerPool(function, limit, seconds, imports)
+    atexit.register(pool.close)
+    return pool
+
+
 class _Worker:
     """One worker process; a request and its response are one line of JSON each."""
 
@@ -137,14 +155,14 @@ class _Worker:
                 f"a process for {function} ended, or did not start within {START_SECONDS:.0f} s; see its last output"
             ) from None
 
-    def request(self, arguments: Sequence[Any], seconds: float) -> list[Any] | str:
-        """Returns the fields of the reward, or the text of a UserError; TimeoutError where the process has ended."""
+    def request(self, arguments: Sequence[Any], seconds: float) -> list[Any] | dict[str, Any]:
+        """Returns the fields of the reward, or the text of an error; TimeoutError where the process has ended."""
         try:
             self._stdin.write(json.dumps(arguments).encode() + b"\n")
             self._stdin.flush()
         except BrokenPipeError:
             raise TimeoutError from None
-        response: list[Any] | str = json.loads(self._read_line(seconds))
+        response: list[Any] | dict[str, Any] = json.loads(self._read_line(seconds))
         return response
 
     def kill(self) -> None:
@@ -177,9 +195,11 @@ def run_worker(function: Callable[..., Reward]) -> None:
         for line in sys.stdin:
             try:
                 reward = function(*json.loads(line))
-                result: list[Any] | str = [reward.value, reward.parts, reward.answer]
-            except UserError as error:
-                result = str(error)
-            except MemoryError:  # what is left of the heap is unknown; the caller sees the end of the process
+                response = json.dumps([reward.value, reward.parts, reward.answer])
+            except (MemoryError, RecursionError):  # limits too; the caller sees the end of the process
                 return
-            print(json.dumps(result), file=responses, flush=True)
+            except UserError as error:
+                response = json.dumps({"error": str(error), "is_users": True})
+            except Exception as error:
+                response = json.dumps({"error": f"{type(error).__name__}: {error}", "is_users": False})
+            print(response, file=responses, flush=True)

@@ -28,10 +28,11 @@ from verl_mg.algorithms.aggregation import segment_totals
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt
-from verl_mg.data.rendering import reply_opening
+from verl_mg.data.rendering import OPENING_TOKENS, reply_opening
 from verl_mg.distributed.collectives import all_gather_json, all_to_all_json
 from verl_mg.engines.engine import Sample as GeneratedSample
 from verl_mg.errors import UserError
+from verl_mg.models.special_tokens import exact_text
 from verl_mg.rewards import AsyncScorer, Reward, Sample
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import RewardModel
@@ -54,7 +55,6 @@ NOT_SCORED = -1
 """Value of the column `score_id` of rows that were not submitted."""
 PART = "reward."
 """Prefix of the columns with the parts of the reward."""
-OPENING_TOKENS = 64  # tokens in front of a reply that contain all that a chat template writes of it
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class SampleTexts:
         return reply_opening(self.tokenizer)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return exact_text(self.tokenizer, tokens)
 
 
 class RewardRole:

@@ -130,7 +130,7 @@ class AsyncRollout(Rollout):
         self._num_consumed = len(queued) - len(self._groups.training)
         self._append(queued)
 
-    def resume_in_flight(self) -> None:
+    def start_generating(self) -> None:
         """Starts the worker, once: until now the engines had no weights, or a row for a check."""
         self._worker.start()
 

@@ -58,7 +58,9 @@ REQUESTS_PER_POLL = 1  # requests to the store of one reading
 # Limit of these requests of all engines together, for one store: above 250 engines the interval is longer.
 MAX_REQUESTS_PER_SECOND = 1000
 MAX_DEATHS = 3  # an engine that dies this often in one call ends the job
-MAX_VAIN_STARTS = 2  # starts in a row, each ended before a sample was complete, that end the job
+# Starts in a row without a complete sample that end the job. Fewer than MAX_DEATHS, since each takes minutes and ends
+# alike where the engine cannot compute a batch; they are counted over all calls.
+MAX_FAILED_STARTS = 2
 RESTART, END = "restart", "end"  # kinds of event
 # Generated tokens, deaths of the engine, and seconds with and without samples.
 COUNTS = ("tokens", "deaths", "busy", "idle")
@@ -182,7 +184,7 @@ class EngineWorker:
         self._discarded: set[int] = set()
         self._started_at = self._next_poll_at = time.monotonic()
         self._num_deaths_of_call = 0
-        self._num_vain_starts = 0
+        self._num_failed_starts = 0
         self._has_completed = False  # whether a sample is complete since the engine was started
         self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
         self._closed = False
@@ -416,12 +418,11 @@ class EngineWorker:
             raise error
         self._counts["deaths"] += 1
         self._num_deaths_of_call += 1  # a restart that fails counts too
-        # Another start of an engine that cannot compute a batch takes minutes and ends in the same way.
-        self._num_vain_starts = 0 if self._has_completed else self._num_vain_starts + 1
+        self._num_failed_starts = 0 if self._has_completed else self._num_failed_starts + 1
         self._has_completed = False
-        if self._num_vain_starts == MAX_VAIN_STARTS:
+        if self._num_failed_starts == MAX_FAILED_STARTS:
             raise UserError(
-                f"rollout: the engine ended {MAX_VAIN_STARTS} times in a row before it completed a sample. "
+                f"rollout: the engine ended {MAX_FAILED_STARTS} times in a row before it completed a sample. "
                 f"Correct what its last lines say, or choose another rollout.engine: {error}"
             ) from error
         if self._num_deaths_of_call == MAX_DEATHS:

@@ -120,40 +120,53 @@ class MismatchCheck:
         precision: Precision,
         actor: Actor,
         prompts: PromptFeed,
+        longest: int,
+        sampling: Sampling,
+        routed: tuple[int, int] | None,
         unread_fields: Callable[[], Mapping[str, float]],
     ) -> None:
         self._setting, self._precision, self._actor, self._prompts = setting, precision, actor, prompts
+        self._longest, self._excluded, self._routed = longest, sampling.excluded_token_ids, routed
         self._bound, self._unread_fields = largest_mismatch(setting, precision), unread_fields
 
     @classmethod
-    def of(cls, config: Config, actor: Actor, prompts: PromptFeed, longest_row: int) -> MismatchCheck:
-        """Returns the check of a job whose rows have at most `longest_row` tokens."""
+    def of(
+        cls,
+        config: Config,
+        actor: Actor,
+        prompts: PromptFeed,
+        longest: int,
+        sampling: Sampling,
+        routed: tuple[int, int] | None,
+    ) -> MismatchCheck:
+        """Returns the check of a job whose rows have at most `longest` tokens.
+
+        `routed` is (layers, experts per token) of the experts that engines report.
+        """
         rollout, process = config.rollout, ENGINES[config.rollout.engine].process
         engine = TracedEngine(process.name, rollout.python) if process else None
-        fields = partial(unread_fields, config.model.path, engine, longest_row) if engine else dict
-        return cls(rollout.max_mismatch, Precision.of(actor, config), actor, prompts, fields)
+        fields = partial(unread_fields, config.model.path, engine, longest) if engine else dict
+        precision = Precision.of(actor, config)
+        return cls(rollout.max_mismatch, precision, actor, prompts, longest, sampling, routed, fields)
 
     def __call__(self, batch: Batch) -> None:
         """Raises UserError on all ranks where the rows of all ranks differ by more than the bound."""
         if self._compare(batch, self._actor, "first {} tokens"):
             self._bound = None  # compared once
 
-    def probe(self, engines: EngineGroup, longest: int, sampling: Sampling, routed: tuple[int, int] | None) -> None:
-        """Compares the end of a row of `longest` tokens on each engine, before there are any samples.
-
-        `sampling` is that of the job; `routed` is (layers, experts per token) of the experts that engines report.
-        """
+    def probe(self, engines: EngineGroup) -> None:
+        """Compares the end of a row of the largest length on each engine, before there are any samples."""
         if self._bound is None or not engines.can_generate_alone:
             return
+        longest, excluded = self._longest, self._excluded
         count = min(NEW_TOKENS, longest - 1)
-        excluded = sampling.excluded_token_ids
         greedy = Sampling(max_new_tokens=count, temperature=0.0, excluded_token_ids=excluded)
         request = Request(0, probe_tokens(self._prompts, longest - count, excluded), seed=0)
         samples = engines.generate_alone(request, greedy)
         first = sum(all_gather_json(len(samples))[: dist.get_rank()])  # rows of all ranks have different ids
         samples = [replace(sample, id=first + i) for i, sample in enumerate(samples)]
         rows = [Prompt(0, request.prompt, "", None, {})] * len(samples)
-        batch = samples_to_batch(rows, samples, engines.version, routed)
+        batch = samples_to_batch(rows, samples, engines.version, self._routed)
         # Engines report greedy tokens at temperature 1.
         self._compare(batch, self._actor.at_temperature(1.0), f"last {{}} tokens of rows of {longest} tokens", True)
 

@@ -167,8 +167,9 @@ class RolloutSource(ABC):
         `state` is the same on every rank, and `prompt_of` returns the prompt of an id.
         """
 
-    def resume_in_flight(self) -> None:  # noqa: B027
-        """Starts the samples that were in flight at the checkpoint again, after the first `update_weights`."""
+    def start_generating(self) -> None:  # noqa: B027
+        """Starts, once after the first `update_weights`, what waits for no `generate`: samples that a checkpoint had in
+        flight, and the workers of asynchronous engines."""
 
     def close(self) -> None:  # noqa: B027
         """Ends the engines that this job has started."""

@@ -15,7 +15,7 @@ States between calls, and what leads from one to the other:
          generate, of exactly the prefetched prompts:   returns the batch                                  -> IDLE
 
 `generate` waits for samples, never for their scores (`RewardRole.wait`) nor for computation of other roles. A
-checkpoint of IN_FLIGHT contains the prompts; its samples are generated again after a resume (`resume_in_flight`).
+checkpoint of IN_FLIGHT contains the prompts; its samples are generated again after a resume (`start_generating`).
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class SyncRollout(Rollout):
             if self._reward:
                 put_origin(batch, self._reward.submit_rows(self._ready))
 
-    def resume_in_flight(self) -> None:
+    def start_generating(self) -> None:
         """Submits the groups that were in flight at the checkpoint, after the first `update_weights`."""
         if self._num_resumed_groups is not None:
             self._in_flight = self._start(self._groups.training, self._num_resumed_groups, self._sampling)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import yaml
 
 from verl_mg.config import Config, dump_config
+from verl_mg.config.reading import read_tree
 from verl_mg.errors import UserError
 from verl_mg.monitor.status import METRICS
 from verl_mg.run.checkpointer import newest_intact
@@ -48,9 +48,10 @@ def _check(output: Path, config: Config, checkpoint: Path | None) -> None:
     if last is None:
         return
     # Compared as YAML has them: paths and tuples of the configuration are texts and lists there.
-    before, now = {}, _parsed(dump_config(config))
-    with suppress(OSError, UnicodeDecodeError, yaml.YAMLError):
-        before = _parsed((output / CONFIG).read_text(encoding="utf-8"))
+    before: dict[str, Any] = {}
+    now = config.model_dump(mode="json")
+    with suppress(UserError):
+        before = read_tree(output / CONFIG)
     if checkpoint is None:
         if before != now or last >= config.job.iterations:
             raise UserError(f"{output}: holds an earlier run; choose another job.output or move the folder away")
@@ -58,11 +59,6 @@ def _check(output: Path, config: Config, checkpoint: Path | None) -> None:
     changes = [text for text in _changes(before, now) if text]
     new = f", with other settings than before: {'; '.join(changes)}" if changes else ""
     log.warning("%s: resumes after iteration %d%s", output, int(checkpoint.name), new)
-
-
-def _parsed(text: str) -> Any:
-    # PyYAML is built without libyaml on some machines; the values are the same, the pure parser is slow.
-    return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def _last_step(path: Path) -> int | None:

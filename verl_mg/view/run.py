@@ -8,8 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from verl_mg.config.reading import read_tree
 from verl_mg.errors import UserError
 from verl_mg.jsonl import find_line, first_and_last, parse_line
 from verl_mg.view.metrics import Metrics
@@ -81,10 +80,9 @@ def _ranges(numbers: list[int]) -> list[list[int]]:
 def read_configuration(file: Path) -> dict[str, Any]:
     """Returns the values of a configuration by dotted key; none where the file is missing or damaged."""
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+        return dict(_flatten("", read_tree(file)))
+    except UserError:
         return {}
-    return dict(_flatten("", tree)) if isinstance(tree, dict) else {}
 
 
 def _flatten(prefix: str, tree: dict[str, Any]) -> list[tuple[str, Any]]:

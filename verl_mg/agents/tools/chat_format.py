@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl_mg.agents.tool_calls import MALFORMED, PROMPT_END, ReplyParser, ToolCall
+from verl_mg.agents.tool_calls import MALFORMED, ReplyParser, ToolCall
 from verl_mg.agents.tools.tool import Tool, ToolOutput
+from verl_mg.data.rendering import OPENING_TOKENS
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages
+from verl_mg.models.special_tokens import exact_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +67,7 @@ class ToolCallFormat:
 
         `before` are the tokens in front of the turn.
         """
-        text, prompt = map(self._decode, (tokens, before[-PROMPT_END:]))
+        text, prompt = (exact_text(self._tokenizer, part) for part in (tokens, before[-OPENING_TOKENS:]))
         parsed = self._parser.parse(text, self._schemas, prompt)
         return [*parsed.tool_calls, *([MALFORMED] if parsed.unread else [])]
 
@@ -84,10 +86,6 @@ class ToolCallFormat:
         tokens: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         # The template ends the turn with the token that the model has already generated.
         return tuple(tokens[1:] if tokens[:1] == [last] else tokens)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        text = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text)
 
     def _format_results(self, results: Sequence[ToolResult]) -> str:
         if self._tokenizer.chat_template is None:
