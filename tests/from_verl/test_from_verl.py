@@ -12,6 +12,7 @@ import yaml
 from pyarrow import parquet
 
 from tests.from_verl.arrivals import NAMES, arrivals
+from tests.helpers.machine import PEERS
 from verl_mg.cli import main
 from verl_mg.config import load_config
 from verl_mg.config.effects import without_effect
@@ -24,7 +25,7 @@ from verl_mg.from_verl.translate import Translation, recipe_name, translate
 from verl_mg.job.recipe import load_recipe, requested_roles
 
 PUBLISHED = Path(__file__).parent / "published"
-PEER = Path(__file__).parents[2] / ".venv" / "peers" / "verl" / "trainer" / "config"
+PEER = PEERS / "verl" / "trainer" / "config"
 LEAST = {"actor_rollout_ref": {"rollout": {"name": "vllm"}}}
 EXPECTED = {
     "grpo_fsdp_vllm.sh": {
