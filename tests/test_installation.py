@@ -206,7 +206,7 @@ assert load_agent(RolloutConfig(agent="harbor")).__module__ == "verl_mg.recipes.
 try:
     import recipes.grpo
 except ImportError:
-    print(verl_mg.__file__, verl_mg.recipes.grpo.KLConfig.__module__, sep="\n")
+    print(verl_mg.__file__, verl_mg.recipes.grpo.KLConfig.__module__, sep="\\n")
 """
 
 
@@ -257,7 +257,7 @@ def test_installed_wheel_in_an_empty_folder_trains_by_names_of_recipes(wheel, tm
 OF_ENGINE = """
 import sys, msgspec, torch, verl_mg.engines.engine_host
 absent = [name for name, module in sys.modules.items() if not module]
-print(verl_mg.__file__, msgspec.__file__, torch.__file__, *absent, sep="\n")
+print(verl_mg.__file__, msgspec.__file__, torch.__file__, *absent, sep="\\n")
 """
 START = """
 import os, sys
