@@ -335,7 +335,7 @@ WITHOUT_EFFECT = [
 ]
 
 
-def loaded(overrides: list[str]) -> WithPenalty:
+def loaded(overrides: list[str]) -> Config:
     return load_config(None, ["model.path=m", "data.train=d", *overrides], WithPenalty)
 
 
