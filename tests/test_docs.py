@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from tests.helpers.json_lines import read_lines
 from tests.helpers.launched import finished
+from tests.helpers.machine import PEERS
 from tests.helpers.tiny_jobs import run_recipe
 from tools.docs import write_verl_tables as verl_tables
 from tools.docs.draw_docs import DRAWN, PICTURES
@@ -34,7 +35,7 @@ TOP = [ROOT / name for name in ("AGENTS.md", "CONTRIBUTING.md", "README.md")]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *TOP], key=str)
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-VERL = ROOT / ".venv" / "peers" / "verl" / "trainer" / "config"
+VERL = PEERS / "verl" / "trainer" / "config"
 ENOUGH = 15
 """Letters of a message that the source has to contain unchanged."""
 

@@ -168,16 +168,17 @@ def test_bare_machine_with_the_carried_wheels_has_what_the_project_requires():
     assert not {*carried} - {"transformers"} & pins(INSTALL / "requirements-bare-machine.txt").keys()
 
 
-@pytest.fixture
-def wheel(tmp_path) -> Path:
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
     """The wheel of the checkout, built in a copy, as the build writes next to setup.py."""
-    source = tmp_path / "source"
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     shutil.copytree(ROOT / "recipes", source / "recipes", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(ROOT / "verl_mg", source / "verl_mg", symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "setup.py", source)
-    build = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(source)]
+    build = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
     subprocess.run([sys.executable, *build], check=True, capture_output=True)
-    (file,) = tmp_path.glob("*.whl")
+    (file,) = folder.glob("*.whl")
     return file
 
 
@@ -205,7 +206,7 @@ assert load_agent(RolloutConfig(agent="harbor")).__module__ == "verl_mg.recipes.
 try:
     import recipes.grpo
 except ImportError:
-    print(verl_mg.__file__, verl_mg.recipes.grpo.KLConfig.__module__)
+    print(verl_mg.__file__, verl_mg.recipes.grpo.KLConfig.__module__, sep="\\n")
 """
 
 
@@ -229,7 +230,8 @@ def test_recipes_have_one_name_however_the_package_is_installed(installed, tmp_p
         capture_output=True,
         text=True,
     )
-    assert (done.stderr, done.stdout.split()) == ("", [f"{source}/verl_mg/__init__.py", "verl_mg.recipes.common.kl"])
+    lines = done.stdout.splitlines()
+    assert (done.stderr, lines) == ("", [f"{source}/verl_mg/__init__.py", "verl_mg.recipes.common.kl"])
 
 
 @pytest.mark.nightly
@@ -254,7 +256,8 @@ def test_installed_wheel_in_an_empty_folder_trains_by_names_of_recipes(wheel, tm
 
 OF_ENGINE = """
 import sys, msgspec, torch, verl_mg.engines.engine_host
-print(verl_mg.__file__, msgspec.__file__, torch.__file__, *(name for name, module in sys.modules.items() if not module))
+absent = [name for name, module in sys.modules.items() if not module]
+print(verl_mg.__file__, msgspec.__file__, torch.__file__, *absent, sep="\\n")
 """
 START = """
 import os, sys
@@ -272,7 +275,7 @@ def test_engine_started_by_an_installed_wheel_imports_only_packages_of_its_inter
     command = [sys.executable, "-c", START, str(VLLM_PYTHON), OF_ENGINE]
     variables = os.environ | {"PYTHONPATH": str(site)}
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True)
-    package, *of_vllm, megatron, _, _, _ = done.stdout.split() or [done.stderr, *"0000"]
+    package, *of_vllm, megatron, _, _, _ = done.stdout.splitlines() or [done.stderr, *"0000"]
     assert (package, megatron) == (f"{site}/verl_mg/__init__.py", "megatron")
     assert all(Path(file).is_relative_to(VLLM_PYTHON.parents[1]) for file in of_vllm)
 
@@ -281,7 +284,7 @@ def found_python(path: Path, pyenv: Path, **variables: str) -> str:
     """What launch/environment.sh makes an environment with."""
     functions = ROOT / "launch" / "python.sh"
     done = subprocess.run(
-        ["bash", "-c", f"set -euo pipefail; source {functions}; find_python"],
+        ["bash", "-c", 'set -euo pipefail; source "$1"; find_python', "bash", functions],
         env={"PATH": f"{path}:/usr/bin:/bin", "PYENV_ROOT": str(pyenv), "HOME": str(path)} | variables,
         capture_output=True,
         text=True,

@@ -1,9 +1,7 @@
 """Conversations under chat templates that drop reasoning, render tool calls again, or keep everything."""
 
 import string
-import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from tests.helpers.machine import PEERS
 from verl_mg.agents.call import Call, assistant_message
 from verl_mg.agents.history import Context, ConversationHistory
 from verl_mg.agents.renderer import ConversationRenderer
@@ -72,15 +71,15 @@ KEEPING = """\
 """Everything stays as it was, but for spaces around texts and in calls."""
 
 
-PEERS = Path(sys.prefix) / "peers" / "trl" / "chat_templates"
+TEMPLATES = PEERS / "trl" / "chat_templates"
 """Templates of models, which TRL has; tools/install/peers.sh installs it."""
 
 
 def template_of(model: str) -> str:
     """The template of a model, such as qwen3; the test is skipped where TRL is not installed."""
-    if not PEERS.exists():
+    if not TEMPLATES.exists():
         pytest.skip("TRL, which has the templates of models, is installed by tools/install/peers.sh")
-    return (PEERS / f"{model}.jinja").read_text()
+    return (TEMPLATES / f"{model}.jinja").read_text()
 
 
 def chat_tokenizer(template: str) -> PreTrainedTokenizerFast:

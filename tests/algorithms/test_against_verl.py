@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.algorithms import verl_peer
-from tests.algorithms.verl_peer import PEERS
+from tests.helpers.machine import PEERS
 from verl_mg.algorithms import advantages, kl, losses
 from verl_mg.algorithms.aggregation import MODES, aggregate, normalizer
 from verl_mg.algorithms.correction import (

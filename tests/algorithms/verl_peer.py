@@ -15,14 +15,14 @@ from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 import pytest
 
+from tests.helpers.machine import PEERS
+
 VERSION = "0.9.1"
-PEERS = Path(sys.prefix) / "peers"
 NAMED_IN_ANNOTATIONS = ("ray", "tensordict", "omegaconf", "codetiming")
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import string
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.json_lines import data_file
+from tests.helpers.machine import PEERS
 from tests.helpers.prompts import prompt_set
 from tests.helpers.published_rows import write_parquet
 from verl_mg.data import PromptFeed, PromptSet
@@ -188,7 +188,7 @@ OPENINGS |= {"deepseek_r1_distill": "<think>\n", "nemotron_3_nano": "<think>\n",
 
 @pytest.mark.parametrize("name", OPENINGS)
 def test_reply_opening_of_templates_of_models_is_what_follows_the_header(name):
-    template = Path(sys.prefix) / "peers" / "trl" / "chat_templates" / f"{name}.jinja"
+    template = PEERS / "trl" / "chat_templates" / f"{name}.jinja"
     if not template.exists():
         pytest.skip("TRL, which has the templates of models, is installed by tools/install/peers.sh")
     tokenizer = character_tokenizer(string.printable, chat_template=template.read_text())

@@ -1,21 +1,20 @@
 """Chosen turns of conversations are trained behind the tokens that they would be generated behind, up to their end."""
 
 import string
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.json_lines import write_lines
+from tests.helpers.machine import PEERS
 from verl_mg.config import DataConfig
 from verl_mg.data import demonstrations_batch, num_demonstrations, read_prompts
 from verl_mg.data.trained_turns import trained_rows
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
 
-PEERS = Path(sys.prefix) / "peers" / "trl" / "chat_templates"
+TEMPLATES = PEERS / "trl" / "chat_templates"
 """Templates of models, and their variants that mark what is generated, for `return_assistant_tokens_mask`."""
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
 SPECIAL += ["<end_of_turn>", "<start_of_turn>"]
@@ -38,9 +37,9 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
 
 
 def peer(name: str) -> str:
-    if not PEERS.exists():
+    if not TEMPLATES.exists():
         pytest.skip("TRL, which has the templates of models, is installed by tools/install/peers.sh")
-    return (PEERS / f"{name}.jinja").read_text()
+    return (TEMPLATES / f"{name}.jinja").read_text()
 
 
 def says(role: str, content: Any, **fields: Any) -> dict[str, Any]:

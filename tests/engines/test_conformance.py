@@ -26,6 +26,7 @@ from tests.helpers.engines import (
     requests,
     workers_of,
 )
+from tests.helpers.tiny_models import nightly
 from verl_mg.engines.engine import EngineDiedError, Request, Sample, Sampling, count_metrics
 from verl_mg.engines.engine_options import AdapterSettings
 from verl_mg.engines.kinds import PROCESSES
@@ -43,6 +44,9 @@ GREEDY = Sampling(max_new_tokens=LENGTH, temperature=0.0)
 
 of_all = pytest.mark.parametrize("started", ["hf", SGLANG, VLLM, SECOND_RUNNER], indirect=True, scope="package")
 of_processes = pytest.mark.parametrize("started", [SGLANG, VLLM, SECOND_RUNNER], indirect=True, scope="package")
+with_padding = pytest.mark.parametrize(
+    "started", [SGLANG, *nightly(VLLM, SECOND_RUNNER)], indirect=True, scope="package"
+)
 with_seeds = pytest.mark.parametrize("started", ["hf", VLLM, SECOND_RUNNER], indirect=True, scope="package")
 
 
@@ -167,7 +171,7 @@ def test_token_beyond_the_vocabulary_raises(engine):
         engine.submit([Request(5, (6, 500), 0)], SHORT)
 
 
-@of_processes
+@with_padding
 def test_rows_that_pad_the_vocabulary_are_never_drawn(engine, mixtures):
     """Of a large row and its negative, one would have the largest logit at every place."""
     expected = engine.generate(requests(), GREEDY)

@@ -12,6 +12,7 @@ import yaml
 from pyarrow import parquet
 
 from tests.from_verl.arrivals import NAMES, arrivals
+from tests.helpers.machine import PEERS
 from verl_mg.cli import main
 from verl_mg.config import load_config
 from verl_mg.config.effects import without_effect
@@ -24,7 +25,9 @@ from verl_mg.from_verl.translate import Translation, recipe_name, translate
 from verl_mg.job.recipe import load_recipe, requested_roles
 
 PUBLISHED = Path(__file__).parent / "published"
-PEER = Path(__file__).parents[2] / ".venv" / "peers" / "verl" / "trainer" / "config"
+PEER = PEERS / "verl" / "trainer" / "config"
+LINE = re.compile(r"(no counterpart|ask|ignored|unknown): [\w.*]+(=.+|(, [\w.*]+)*): [^\s:].*")
+"""A remark: its kind, a key with its value or several keys, and a text."""
 LEAST = {"actor_rollout_ref": {"rollout": {"name": "vllm"}}}
 EXPECTED = {
     "grpo_fsdp_vllm.sh": {
@@ -99,9 +102,7 @@ def test_from_verl_of_a_published_job_writes_a_file_that_means_the_same(name, tm
     assert {key: attrgetter(key)(config) for key in expected} == expected
     assert not list(without_effect(config, requested_roles(load_recipe(recipe), config)))
     lines = capsys.readouterr().err.splitlines()
-    assert all(
-        re.match(r"(no counterpart|ask|ignored|unknown): [\w.*]+(=.*)?: .", line) or ", " in line for line in lines
-    )
+    assert [line for line in lines if not LINE.fullmatch(line)] == []
     serious = {re.split(r"[=:,] ?", line.split(": ", 1)[1])[0] for line in lines if not line.startswith("ignored")}
     assert remarks is None or serious == remarks
 
@@ -117,6 +118,29 @@ def test_from_verl_key_of_the_table_arrives_with_its_value(least, chosen):
         lost = [r for r in done.remarks if key.replace(LONG, SHORT) in r.keys and r.kind != "ask"]
         assert not lost or ours.startswith("unused."), key
         assert not list(without_effect(done.config, requested_roles(done.recipe, done.config))), key
+
+
+ACTOR, BUFFER = "actor_rollout_ref.actor", "reward.reward_kwargs.overlong_buffer_cfg"
+FILTER, CORRECTION = "algorithm.filter_groups", "algorithm.rollout_correction"
+GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
+NORM = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
+OTHER_VALUES = [
+    (f"{BUFFER}.penalty_factor=0.5", [*GRPO, f"{FILTER}.enable=true", f"{BUFFER}.enable=true"], "no counterpart"),
+    (f"{FILTER}.metric=len", [*GRPO, f"{FILTER}.enable=true"], "no counterpart"),
+    (f"{CORRECTION}.loss_type=reinforce", [*GRPO, f"{CORRECTION}.bypass_mode=true"], "no counterpart"),
+    ("critic.loss_agg_mode=seq-mean-token-mean", ["critic.model.path=c"], "no counterpart"),
+    (f"{ACTOR}.loss_scale_factor=100", [*GRPO, NORM], "no counterpart"),
+    ("trainer.resume_mode=disable", GRPO, "ask"),
+    ("trainer.val_before_train=True", [*GRPO, "trainer.test_freq=0"], "no counterpart"),
+]
+
+
+@pytest.mark.parametrize(("override", "context", "kind"), OTHER_VALUES)
+def test_from_verl_value_that_no_key_here_has_is_a_remark_of_its_key(least, override, context, kind):
+    key, _ = override.split("=")
+    done = translate(least, [*context, override])
+    lines = [remark.line(done.job) for remark in done.remarks if remark.keys == (key.replace(LONG, SHORT),)]
+    assert [line.split(": ")[:2] for line in lines] == [[kind, override]]
 
 
 def test_from_verl_every_key_of_the_table_has_an_arrival():

@@ -66,7 +66,7 @@ def test_logit_scale_of_a_family_is_that_of_its_configuration(
     assert found.scale == pytest.approx(expected.scale) and found.softcap == pytest.approx(expected.softcap)
 
 
-def test_a_family_that_megatron_does_not_have_is_refused_without_naming_it(tmp_path: Path) -> None:
+def test_family_that_megatron_does_not_have_is_refused_without_naming_it(tmp_path: Path) -> None:
     folder = copy_of(tmp_path, "phi")  # with a bias of the output layer
     with pytest.raises(UserError, match=r"its output layer has a bias or is no matrix. Use another model.$"):
         read_logit_scale(build_module(folder, "language", torch.float32, is_packed=False), folder)

@@ -21,7 +21,6 @@ LAYOUTS = [
     ("mixture", "tp2-dp2", 1, False),
     ("capped", "cp2-dp2", 1, False),
     ("sinks", "cp2-dp2", 1, False),
-    ("linear", "dp2", 1, True),
 ]
 NIGHTLY_LAYOUTS = [
     ("dense", "dp2", 1, False),
@@ -40,6 +39,7 @@ NIGHTLY_LAYOUTS = [
     ("sinks", "dp4", 2, False),
     ("latent", "dp4", 1, False),
     ("latent", "cp2-dp2", 1, False),
+    ("linear", "dp2", 1, True),
     ("linear", "tp2-dp2", 1, False),
     ("linear dense", "dp4", 2, True),
     ("sparse", "dp2", 1, True),

@@ -25,6 +25,8 @@ SHARING = (2, 30, 3)
 """First version of NCCL whose ranks can share a GPU."""
 VLLM_PYTHON = Path(sys.prefix).with_name(".venv-vllm") / "bin" / "python"
 """Python of vLLM's environment, beside that of the tests."""
+PEERS = Path(sys.prefix) / "peers"
+"""Packages to compare with, which tools/install/peers.sh installs."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from tests.helpers.random_models import config
 from verl_mg import device
 from verl_mg.config import Config, RecipeConfig, load_config
 from verl_mg.config.checks import REFUSALS, JobCase, Refusal
-from verl_mg.config.effects import NEEDS, check_effects
+from verl_mg.config.effects import NEEDS, check_effects, without_effect
 from verl_mg.engines.engine_options import EngineCase
 from verl_mg.engines.kinds import ENGINES, PROCESSES
 from verl_mg.errors import UserError
@@ -250,30 +250,62 @@ class WithPenalty(RecipeConfig):
     kl: KLConfig = KLConfig(placement="reward")  # the placement of the recipe is no value that somebody has set
 
 
+AGENT_OPTIONS = ("options={c: 1}", "timeout_s=9", "concurrency=2", "retries=2", "failure_reward=-1", "trained=[a]")
+AGENT_OPTIONS += ("host=h",)
+EVALUATION = ("every=3", "prompts=2", "samples=4", "temperature=1", "top_p=0.5", "max_new_tokens=9", "stop=[a]")
+EVALUATION += ("k=[2]", "pass_threshold=0.5")
+CURRICULUM = ("revisit=1", "pass_threshold=0.7", "decay=0.7")
+PENALTY = ("placement=loss", "estimator=k2", "target=0.2", "horizon=9", "min_coefficient=0.1", "max_coefficient=2")
 WITHOUT_EFFECT = [
     (
-        ["rollout.max_turns=3"],
+        ["rollout.max_turns=3", "rollout.tool_timeout_s=9"],
         ["rollout.tools=[a:b]"],
         "rollout.max_turns: it has no effect, since there are no",
     ),
+    (["rollout.tool_call_parser=hermes"], ["rollout.agent=a:b"], "neither tools nor agents read replies."),
     (["rollout.reasoning_parser=qwen3"], ["rollout.agent=a:b"], "neither tools nor agents read replies."),
-    (["rollout.agent_retries=2"], ["rollout.agent=a:b"], "no agent makes the samples. Set rollout.agent, or leave"),
-    (["rollout.stale=drop"], ["rollout.mode=async"], "weights never reach requests in flight."),
+    (
+        [f"rollout.agent_{option}" for option in AGENT_OPTIONS],
+        ["rollout.agent=a:b"],
+        "no agent makes the samples. Set rollout.agent, or leave",
+    ),
+    (
+        ["rollout.stale=drop", "rollout.max_staleness=3", "rollout.keep_kv_cache=true"],
+        ["rollout.mode=async"],
+        "weights never reach requests in flight.",
+    ),
     (["rollout.vllm={a: 1}"], ["rollout.engine=vllm"], "these are arguments of another engine."),
     (["rollout.sglang={a: 1}"], ["rollout.engine=sglang"], "these are arguments of another engine."),
     (["rollout.python=p"], ["rollout.engine=vllm"], "the job starts no process of an engine."),
     (["rollout.layout=tp2"], ["rollout.engine=vllm"], "the engine hf has the layout of the actor."),
     (["rollout.memory_fraction=0.5"], ["rollout.engine=sglang"], "the job starts no engine that reserves memory."),
     (["rollout.sleep=false"], ["rollout.engine=sglang"], "no engine shares the memory of training."),
-    (["rollout.api_key_env=A"], ["rollout.urls=[http://a:1]"], "the job starts its engines itself."),
+    (
+        ["rollout.api_key_env=A", "rollout.admin_key_env=B", "rollout.weight_transfer=disk"],
+        ["rollout.urls=[http://a:1]"],
+        "the job starts its engines itself.",
+    ),
     (
         ["rollout.shared_folder=f"],
         ["rollout.urls=[http://a:1]", "rollout.weight_transfer=disk"],
         "weights do not travel through files.",
     ),
-    (["evaluation.every=3"], ["data.test=t"], "there is nothing to evaluate on. Set data.test"),
-    (["data.curriculum.revisit=1"], ["data.curriculum.low=0.1"], "no prompt is left out."),
-    (["reward.from_model=true", "reward.workers=3"], ["reward.from_model=false"], "runs no reward functions."),
+    (
+        [f"evaluation.{option}" for option in EVALUATION],
+        ["data.test=t"],
+        "there is nothing to evaluate on. Set data.test",
+    ),
+    ([f"data.curriculum.{option}" for option in CURRICULUM], ["data.curriculum.low=0.1"], "no prompt is left out."),
+    (
+        ["reward.from_model=true", "reward.workers=3", "reward.mixture={a: {function: a:b}}", "reward.weights_file=f"],
+        ["reward.from_model=false"],
+        "runs no reward functions.",
+    ),
+    (
+        ["reward.from_model=true", "reward.function=a:b", "reward.options={c: 1}"],
+        ["reward.from_model=false"],
+        "runs no reward functions.",
+    ),
     (
         ["reward.mixture={a: {function: a:b}}", "reward.function=c:d"],
         ["reward.mixture={}"],
@@ -283,7 +315,7 @@ WITHOUT_EFFECT = [
     (["fsdp.replicas=2"], ["actor.backend=fsdp"], "no role has this backend. Set actor.backend=fsdp"),
     (["actor.backend=fsdp", "megatron.ddp={a: 1}"], ["actor.backend=megatron"], "no role has this backend."),
     (
-        ["algorithm.kl.estimator=k2"],
+        [f"algorithm.kl.{option}" for option in PENALTY],
         ["algorithm.kl.coefficient=1"],
         "there is no penalty.",
     ),
@@ -292,28 +324,31 @@ WITHOUT_EFFECT = [
         ["algorithm.kl.target=1"],
         "nothing is adapted. Set algorithm.kl.target",
     ),
-    (["actor.dynamic_context=true"], ["actor.layout=cp2"], "its layout divides no rows."),
-    (["tracking.samples=2"], ["tracking.services=[wandb]"], "no service receives it."),
+    *(
+        ([f"{role}.dynamic_context=true"], [f"{role}.layout=cp2"], "its layout divides no rows.")
+        for role in ("actor", "critic", "reward_model", "process_reward", "reference")
+    ),
+    (["tracking.samples=2", "tracking.project=p"], ["tracking.services=[wandb]"], "no service receives it."),
     (["tracking.prometheus_host=h"], ["tracking.prometheus_port=0"], "no port is open."),
-    (["profile.memory=true"], ["profile.iterations=[1]"], "no iteration is traced."),
+    (["profile.memory=true", "profile.ranks='1'"], ["profile.iterations=[1]"], "no iteration is traced."),
     (["critic.offload=true"], None, "critic: it has no effect, since the recipe builds no such role."),
 ]
 
 
-def checked(overrides: list[str], roles: set[str]) -> None:
-    loaded = load_config(None, ["model.path=m", "data.train=d", *overrides], WithPenalty)
-    check_effects(loaded, roles)
+def loaded(overrides: list[str]) -> Config:
+    return load_config(None, ["model.path=m", "data.train=d", *overrides], WithPenalty)
 
 
 @pytest.mark.parametrize(("overrides", "needed", "message"), WITHOUT_EFFECT)
 def test_check_effects_key_without_effect_is_refused_unless_it_has_one(overrides, needed, message):
     roles = {"actor", "rollout", "reward"}
     with pytest.raises(UserError, match=re.escape(message)):
-        checked(overrides, roles)
-    checked([*overrides, *(needed or ())], {*roles, "critic"})
+        check_effects(loaded(overrides), roles)
+    check_effects(loaded([*overrides, *(needed or ())]), {*roles, "critic", "reward_model", "process_reward"})
 
 
-def test_check_effects_cases_cover_the_table():
-    messages = [message for *_, message in WITHOUT_EFFECT]
-    assert all(any(m.partition("since ")[2] in row.missing or m in row.missing for m in messages) for row in NEEDS)
-    checked([], {"actor"})
+def test_check_effects_cases_cover_each_key_of_the_table():
+    found = {pair for overrides, *_ in WITHOUT_EFFECT for pair in without_effect(loaded(overrides), {"actor"})}
+    keys = [(f"{row.section}.{key}", row.missing) for row in NEEDS for key in row.keys.split()]
+    assert [pair for pair in keys if pair not in found] == []
+    check_effects(loaded([]), {"actor"})

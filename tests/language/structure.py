@@ -149,9 +149,6 @@ def _check_needless_sections(file: Path, tree: ast.Module) -> Iterator[Violation
         for node in statements(tree)
         if isinstance(node, ast.ClassDef) and _is_interface(node)
         for part in node.body
-        for node in statements(tree)
-        if isinstance(node, ast.ClassDef) and _is_interface(node)
-        for part in node.body
     }
     for node in statements(tree):
         if isinstance(node, Function) and node not in of_interfaces:

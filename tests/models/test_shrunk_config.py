@@ -52,7 +52,7 @@ def _text(model_type: str, longest_row: int, **fields: Any) -> PretrainedConfig:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_copy_is_narrow_and_keeps_the_shape_and_the_scalars_of_its_family(
+def test_copy_is_narrow_and_keeps_the_shape_and_the_scalars_of_its_family(
     model_type: str, fields: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     text = _text(model_type, 4096, **fields)
@@ -79,7 +79,7 @@ def test_rows_of_a_copy_cross_a_window_exactly_where_the_rows_of_a_job_do(
     assert (copy.sliding_window, copy.sliding_window < LONGEST_ROW) == expected
 
 
-def test_the_original_length_of_rope_and_the_longest_row_are_divided_alike() -> None:
+def test_original_length_of_rope_and_longest_row_are_divided_alike() -> None:
     rope = {"rope_type": "longrope", "original_max_position_embeddings": 4096, "rope_theta": 1e4}
     factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
     config = CONFIG_MAPPING["phi3"](max_position_embeddings=131072, rope_parameters=rope | factors)
@@ -92,7 +92,7 @@ def test_the_original_length_of_rope_and_the_longest_row_are_divided_alike() -> 
     assert [len(copy.config.rope_parameters[name]) for name in factors] == [half, half]
 
 
-def test_the_copy_has_every_kind_of_layer_that_the_whole_depth_has() -> None:
+def test_copy_has_every_kind_of_layer_that_the_whole_depth_has() -> None:
     # Of Gemma 3n 35 layers: sparse or not, with a window or without, and the last 15 use the keys of earlier ones.
     text = _text("gemma3n_text", 1024)
     shared = text.num_hidden_layers - text.num_kv_shared_layers
@@ -106,7 +106,7 @@ def test_the_copy_has_every_kind_of_layer_that_the_whole_depth_has() -> None:
     }
 
 
-def test_a_family_without_layers_that_can_be_counted_is_refused_in_one_line() -> None:
+def test_family_without_layers_that_can_be_counted_is_refused_in_one_line() -> None:
     with pytest.raises(
         UserError, match="model_type 'blt': no narrow copy of it runs with rows in proportion to 1024 tokens"
     ) as error:
@@ -122,7 +122,7 @@ def test_no_token_ends_a_row_of_a_narrow_module() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-def test_every_family_that_can_be_built_has_a_copy(model_type: str) -> None:
+def test_family_that_can_be_built_has_a_copy(model_type: str) -> None:
     try:
         config = CONFIG_MAPPING[model_type]()
         with torch.device("meta"):

@@ -4,6 +4,7 @@
     keys of other sections   the same, or the test that keys_and_tests.json names fails   tests/helpers/ignored_key.py
 
 A new key needs a row of one of them. `python -m pytest -m nightly tests/recipes/test_keys.py -k NAME` tries it.
+For the keys of "not tried yet" this is not shown: a test may name them, and none was run with the key ignored.
 """
 
 import ast
@@ -49,6 +50,7 @@ def test_keys_and_tests_have_each_key_of_the_configuration():
     assert sorted(named) == sorted(keys)
     assert {key for _, key in OF_RECIPES} == CHANGES.keys()
     assert set(ELSEWHERE) <= set(OF_RECIPES)
+    assert len(TESTS["not tried yet"]) <= 33  # their number only falls
     nodes = [*TESTS["tests"].values(), *filter(None, TESTS["not tried yet"].values()), *ELSEWHERE.values()]
     assert [node for node in nodes if not is_test(node)] == []
 

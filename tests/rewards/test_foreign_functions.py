@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.machine import PEERS
 from verl_mg.errors import UserError
 from verl_mg.rewards import AsyncScorer, Reward, Sample, load_reward
 
@@ -109,7 +110,7 @@ RECORD = {
     "extra_info": {"index": 7},
 }
 SAMPLE = Sample("1+1=", " 2\n", '{"target": ["2"]}', RECORD, "stop")
-PEERS = Path(sys.prefix) / "peers" / "verl" / "utils" / "reward_score"
+VERL_SCORES = PEERS / "verl" / "utils" / "reward_score"
 
 FUNCTIONS = """\
 import functools
@@ -194,10 +195,10 @@ def test_function_for_verl_gets_the_answer_that_is_configured(file, truth, answe
     assert load_reward(f"verl:{file}:truth")(Sample("", "", answer, record, "stop")).answer == given
 
 
-@pytest.mark.skipif(not PEERS.exists(), reason="verl is installed by tools/install/peers.sh")
+@pytest.mark.skipif(not VERL_SCORES.exists(), reason="verl is installed by tools/install/peers.sh")
 def test_function_of_verl_itself_scores_gsm8k(monkeypatch):
     """Its file for GSM8K has a function without data_source; the wrapper is what verl's documents show."""
-    spec = importlib.util.spec_from_file_location("verl_gsm8k", PEERS / "gsm8k.py")
+    spec = importlib.util.spec_from_file_location("verl_gsm8k", VERL_SCORES / "gsm8k.py")
     assert spec and spec.loader
     theirs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(theirs)

@@ -50,6 +50,7 @@ def rows_of(report: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows}
 
 
+@pytest.mark.nightly
 def test_rehearsal_of_a_slice_writes_outcomes_and_names_the_other_tests(tmp_path):
     selected = ("--slice", "memory", "-k", "not (offload and fsdp)")
     done = rehearse(tmp_path / "new" / "report.md", *selected, PYTEST_ADDOPTS="--most-ranks 2")

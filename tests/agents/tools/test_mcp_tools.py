@@ -1,6 +1,7 @@
 """Tools of real MCP servers, in processes of their own."""
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -172,7 +173,7 @@ def test_mcp_server_that_ends_gives_errors_until_it_is_back(runners):
 
 @pytest.mark.nightly
 def test_mcp_command_is_a_process_for_each_sample(runners):
-    runner = runner_of(runners, f"mcp:{sys.executable} -m {MODULE} stdio")
+    runner = runner_of(runners, f"mcp:{shlex.quote(sys.executable)} -m {MODULE} stdio")
     assert [result(runner, "add", sample=i, n=3) for i in (0, 1, 0)] == ["3", "3", "6"]
 
 

@@ -14,7 +14,7 @@ from verl_mg.algorithms import losses
 from verl_mg.algorithms.aggregation import MODES, aggregate, normalizer
 
 
-def test_the_table_is_complete():
+def test_losses_of_the_table_are_all_that_are_exported():
     assert {name.split(",")[0] for name in LOSSES} == set(losses.__all__) - HELPERS - {"Metrics"}
 
 
@@ -72,7 +72,7 @@ def check(case: Case, mode: str, split: Sequence[Sequence[int]], dtype: torch.dt
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", LOSSES)
-def test_no_split_or_order_changes_a_loss(name, mode, dtype):
+def test_loss_of_any_split_and_order_is_the_same(name, mode, dtype):
     for split in splits(LOSSES[name]):
         check(LOSSES[name], mode, split, dtype)
 
@@ -96,7 +96,7 @@ def test_garbage_outside_the_mask_reaches_no_loss(name, outside):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_micro_batch_without_tokens(name):
+def test_loss_of_a_micro_batch_without_tokens_has_no_values(name):
     part = {column: values[:0] for column, values in pack(batch(torch.float32)).items()}
     part |= {"cut": part["mask"], "penalized": part["mask"], "logprobs": part["logprobs"].requires_grad_()}
     loss, _ = LOSSES[name].call(part)

@@ -9,8 +9,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from tests.helpers.tiny_models import nightly, tiny_model
 from verl_mg.engines.engine import Request, Sampling
-from verl_mg.engines.hf import family_forms
-from verl_mg.engines.hf.decoding import TextEnd, decode
+from verl_mg.engines.hf import decoding, family_forms
+from verl_mg.engines.hf.decoding import TextEnd, decode, draw_tokens
 from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.engines.hf.family_forms import Form, family_form, generate
 from verl_mg.errors import UserError
@@ -81,8 +81,15 @@ def test_abort_of_a_form_of_the_family_returns_the_tokens_so_far(tmp_path):
 
 
 def test_family_that_decodes_otherwise_than_it_computes_is_refused_for_training(monkeypatch):
-    monkeypatch.setattr(family_forms, "_failure", lambda narrow, attention, form, prompts: "log-probs differ by 0.3")
-    with pytest.raises(UserError, match=r"rollout\.engine=hf: a narrow copy of 'phi3' .*: with one row after another"):
+    def planted(*arguments):
+        """Draws with log-probs that are too low."""
+        tokens, logprobs = draw_tokens(*arguments)
+        return tokens, logprobs - 0.3
+
+    for module in (decoding, family_forms):
+        monkeypatch.setattr(module, "draw_tokens", planted)
+    words = r"rollout\.engine=hf: a narrow copy of 'phi3' .*: with one row after another .* log-probs differ by 0\.3\."
+    with pytest.raises(UserError, match=words):
         family_form(CONFIG_MAPPING["phi3"](), LONGEST, is_trained=True)
     assert family_form(CONFIG_MAPPING["phi3"](), LONGEST, is_trained=False).form is WHOLE
 

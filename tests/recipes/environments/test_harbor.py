@@ -276,7 +276,7 @@ def docker(tmp_path, task, monkeypatch) -> Path:
         pytest.skip("no bubblewrap on this machine")
     folder = tmp_path / "docker"
     folder.mkdir()
-    (folder / "docker").write_text(f'#!/bin/sh\nexec {sys.executable} -S {EMULATOR} "$@"\n')
+    (folder / "docker").write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{EMULATOR}" "$@"\n')
     (folder / "docker").chmod(0o755)
     monkeypatch.setenv("DOCKER_FOLDER", str(folder))
     monkeypatch.setenv("DOCKER_TASK", str(task))
