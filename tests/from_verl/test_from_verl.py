@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import subprocess
 from operator import attrgetter
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from verl_mg.errors import UserError
 from verl_mg.from_verl.job import DEFAULTS
 from verl_mg.from_verl.reading import LONG, SHORT
 from verl_mg.from_verl.remarks import UNREAD
+from verl_mg.from_verl.shell import trainer_arguments
 from verl_mg.from_verl.table import ROWS
 from verl_mg.from_verl.translate import Translation, recipe_name, translate
 from verl_mg.job.recipe import load_recipe, requested_roles
@@ -198,6 +200,57 @@ def test_from_verl_script_whose_value_depends_on_its_run_names_the_key(tmp_path)
     script.write_text("echo python -m something.else\n")
     with pytest.raises(UserError, match="no command"):
         translate(script, [])
+
+
+WORDS = {  # as bash splits them
+    "COMMON='a.x=1 a.y=2'\npython -m verl.trainer.main_ppo $COMMON b=\"$COMMON\"": ["a.x=1", "a.y=2", "b=a.x=1 a.y=2"],
+    "A='1 2'\nB=$A C=$A\npython -m verl.trainer.main_ppo b=\"$B\" c=\"$C\"": ["b=1 2", "c=1 2"],
+    "P=/a\nP+=/b\npython -m verl.trainer.main_ppo p=$P > log 2>&1 q=1 | tee log": ["p=/a/b", "q=1"],
+    "L=(a=1 'b=2 3')\nL+=(c=4)\npython -m verl.trainer.main_ppo ${L[@]} \"${L[@]}\" d=$L \"${@:2}\"":
+        ["a=1", "b=2", "3", "c=4", "a=1", "b=2 3", "c=4", "d=a=1"],
+    "E=\npython -m verl.trainer.main_ppo $E x=$E ${1:-y=1}": ["x=", "y=1"],
+    "python -m verl.trainer.main_ppo --config-name x -cn y": ["--config-name", "x", "-cn", "y"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", WORDS)
+def test_from_verl_script_has_the_words_that_bash_gives_to_its_trainer(script, tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text(script)
+    bash = re.sub(r"python -m \S+", "printf '%s\\\\n'", script.replace("> log", "")).replace("| tee log", "")
+    expected = subprocess.run(["bash", "-c", bash], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert trainer_arguments(file, []) == expected
+    assert expected == WORDS[script]
+
+
+@pytest.mark.parametrize("value", ["$1", "$2", "$#", "$?", "${1}", "x_$1"])
+def test_from_verl_script_whose_value_is_an_argument_names_the_key(value, tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text(f"python -m verl.trainer.main_ppo trainer.nnodes={value}\n")
+    with pytest.raises(UserError, match=r"trainer.nnodes: depends on the run of the script. Add trainer.nnodes=VALUE"):
+        trainer_arguments(file, [])
+
+
+WITH_LEAST = ["actor_rollout_ref.rollout.name=vllm", "critic.model.path=c"]
+
+
+@pytest.mark.parametrize("words", [["--config-name", "ppo_megatron_trainer"], ["-cn", "ppo_megatron_trainer.yaml"]])
+def test_from_verl_name_of_a_configuration_is_the_next_word_too(words, tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text(f"python -m verl.trainer.main_ppo {' '.join([*words, *WITH_LEAST])}\n")
+    assert translate(file, []).config.actor.backend == "megatron"
+
+
+NOT_UNDERSTOOD = ("--config-path=mine", "--config-dir=mine", "~trainer.logger", "--multirun", "trainer", "--config-name=m",
+                  "~trainer.logger=x", "reward@x=y", "-cn m")  # fmt: skip
+
+
+@pytest.mark.parametrize("words", NOT_UNDERSTOOD)
+def test_from_verl_of_words_that_are_no_values_is_an_error(words, tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text(f"python -m verl.trainer.main_ppo {' '.join([*WITH_LEAST, words])}\n")
+    with pytest.raises(UserError, match=re.escape(words)):
+        translate(file, [])
 
 
 VALUES = (True, False, None, 0, 1, 2, 8, -1, 0.5, "x", "token", "grpo", "megatron", [1], ["a"], {}, 1024, "1e-3")
