@@ -78,8 +78,8 @@ def read_verl(path: Path, overrides: list[str]) -> Given:
             pass  # verl's own, where its configurations are
         elif not separator or not KEY.fullmatch(option):
             raise UserError(
-                f"{path}: {word}: not understood here. Give KEY=VALUE for each key; for another configuration, the file "
-                "that hydra wrote."
+                f"{path}: {word}: not understood here. Give KEY=VALUE for each key; for another configuration, the "
+                "file that hydra wrote."
             )
         else:
             apply_override(tree, word.lstrip("+"))
@@ -120,15 +120,20 @@ def _referred(text: str, key: str, values: Mapping[str, Any], default: Mapping[s
     resolver, colon, arguments = text.partition(":")
     name, _, fallback = arguments.partition(",")
     if colon and resolver == "oc.env":
-        return os.environ.get(name.strip(), _number(yaml.safe_load(fallback or "null")))
+        if name.strip() in os.environ or fallback:
+            return os.environ.get(name.strip(), _number(yaml.safe_load(fallback)))
+        raise UserError(f"{key}: ${{{text}}} is not set in the environment. Set it, or write a value.")
     if colon and resolver != "oc.select":
         raise UserError(f"{key}: ${{{text}}} is computed by hydra. Give the file that hydra wrote, or the value.")
     target = (name if colon else text).strip()
     if target.startswith("."):
         target = f"{key.rpartition('.')[0]}{target}"
     target = target.replace(LONG, SHORT)
-    known = target in values or target in default
-    return resolved(values, target, default, depth + 1) if known else _number(yaml.safe_load(fallback or "null"))
+    if target in values or target in default:
+        return resolved(values, target, default, depth + 1)
+    if not colon:  # only oc.select has a value for a key that is not there
+        raise UserError(f"{key}: ${{{text}}} refers to a key that the file does not have. Write a value.")
+    return _number(yaml.safe_load(fallback or "null"))
 
 
 def flat(tree: Mapping[str, Any]) -> Given:
