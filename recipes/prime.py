@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from pydantic import Field, PositiveInt
 
-from verl_mg.algorithms.advantages import group_means, implicit_rewards, prime_advantages
+from verl_mg.algorithms.advantages import group_means, implicit_rewards, moments, prime_advantages, process_sums, whiten
 from verl_mg.algorithms.aggregation import LossAggregation
 from verl_mg.algorithms.losses import clipped_policy_loss, prime_loss
 from verl_mg.batch import Batch
@@ -27,7 +27,6 @@ from verl_mg.recipes.common.entropy import add_entropy_bonus
 from verl_mg.recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
 from verl_mg.recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from verl_mg.recipes.common.old_logprobs import OldLogprobs
-from verl_mg.recipes.common.process_rewards import bounded, whitened
 from verl_mg.recipes.common.rows import concat_rollouts, sampling_metrics
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
@@ -130,10 +129,11 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
 
     mask, logprobs, ref_logprobs = (batch.pad(name)[0] for name in ("loss_mask", "process_logprobs", "ref_logprobs"))
     process_rewards = implicit_rewards(logprobs, ref_logprobs, mask, cfg.beta)
-    process_rewards = bounded(process_rewards, mask, job.global_kth_largest) if cfg.bound_process else process_rewards
+    if cfg.bound_process:  # 1e-6 as in the published code: process rewards of an untrained model are 0
+        process_rewards /= job.global_kth_largest(process_sums(process_rewards, mask).flatten(), 1) + 1e-6
     scores, of_group = (column[batch.first_rows] for column in (rewards_with_kl(batch, cfg.kl), batch["group"]))
     advantages = prime_advantages(process_rewards, scores, mask, of_group, cfg.gamma, cfg.process_weight)
-    advantages = whitened(advantages, mask, job.all_reduce_sum) if cfg.whiten else advantages
+    advantages = whiten(advantages, mask, job.all_reduce_sum(moments(advantages, mask))) if cfg.whiten else advantages
     batch["advantages"] = batch.unpad(advantages)
     metrics = job.actor.update(
         batch,

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import subprocess
 from operator import attrgetter
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from verl_mg.errors import UserError
 from verl_mg.from_verl.job import DEFAULTS
 from verl_mg.from_verl.reading import LONG, SHORT
 from verl_mg.from_verl.remarks import UNREAD
+from verl_mg.from_verl.shell import trainer_arguments
 from verl_mg.from_verl.table import ROWS
 from verl_mg.from_verl.translate import Translation, recipe_name, translate
 from verl_mg.job.recipe import load_recipe, requested_roles
@@ -191,6 +193,15 @@ REFUSED = {
     "an end": (["actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"], LEAST, "Add trainer.total_training_steps"),
     "a layout": (["model_engine=megatron", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"], LEAST,
                  "actor.layout"),
+    "a limit": (["actor_rollout_ref.rollout.top_k=many"], LEAST, "rollout.top_k=many: not a number"),
+    "half a GPU": (["actor_rollout_ref.rollout.data_parallel_size=0.5"], LEAST, "data_parallel_size=0.5: not a whole"),
+    "no list": (["trainer.logger=5"], LEAST, "trainer.logger=5: not a list of names"),
+    "a bound": (["algorithm.rollout_correction.rollout_is=token",
+                 "algorithm.rollout_correction.rollout_is_threshold=a_b"], LEAST, "rollout_is_threshold=a_b: not 2.0"),
+    "two bounds for three": (["algorithm.rollout_correction.rollout_rs='token_k1,seq_sum_k1,seq_max_k2'",
+                              "algorithm.rollout_correction.rollout_rs_threshold='2.0,3.0'"], LEAST, "3 criteria"),
+    "an unknown key": (["trainer.experiment_name=a_${trainer.nothing}"], LEAST, "does not have"),
+    "the environment": (["trainer.experiment_name=${oc.env:NO_SUCH_NAME}"], LEAST, "not set in the environment"),
     "a circle": (["data.max_prompt_length=${data.max_response_length}",
                   "data.max_response_length=${data.max_prompt_length}"], LEAST, "refers to itself"),
 }  # fmt: skip
@@ -222,6 +233,57 @@ def test_from_verl_script_whose_value_depends_on_its_run_names_the_key(tmp_path)
     script.write_text("echo python -m something.else\n")
     with pytest.raises(UserError, match="no command"):
         translate(script, [])
+
+
+WORDS = {  # as bash splits them
+    "COMMON='a.x=1 a.y=2'\npython -m verl.trainer.main_ppo $COMMON b=\"$COMMON\"": ["a.x=1", "a.y=2", "b=a.x=1 a.y=2"],
+    "A='1 2'\nB=$A C=$A\npython -m verl.trainer.main_ppo b=\"$B\" c=\"$C\"": ["b=1 2", "c=1 2"],
+    "P=/a\nP+=/b\npython -m verl.trainer.main_ppo p=$P > log 2>&1 q=1 | tee log": ["p=/a/b", "q=1"],
+    "L=(a=1 'b=2 3')\nL+=(c=4)\npython -m verl.trainer.main_ppo ${L[@]} \"${L[@]}\" d=$L \"${@:2}\"":
+        ["a=1", "b=2", "3", "c=4", "a=1", "b=2 3", "c=4", "d=a=1"],
+    "E=\npython -m verl.trainer.main_ppo $E x=$E ${1:-y=1}": ["x=", "y=1"],
+    "python -m verl.trainer.main_ppo --config-name x -cn y": ["--config-name", "x", "-cn", "y"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("script", WORDS)
+def test_from_verl_script_has_the_words_that_bash_gives_to_its_trainer(script, tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text(script)
+    bash = re.sub(r"python -m \S+", "printf '%s\\\\n'", script.replace("> log", "")).replace("| tee log", "")
+    expected = subprocess.run(["bash", "-c", bash], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert trainer_arguments(file, []) == expected
+    assert expected == WORDS[script]
+
+
+@pytest.mark.parametrize("value", ["$1", "$2", "$#", "$?", "${1}", "x_$1"])
+def test_from_verl_script_whose_value_is_an_argument_names_the_key(value, tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text(f"python -m verl.trainer.main_ppo trainer.nnodes={value}\n")
+    with pytest.raises(UserError, match=r"trainer.nnodes: depends on the run of the script. Add trainer.nnodes=VALUE"):
+        trainer_arguments(file, [])
+
+
+WITH_LEAST = ["actor_rollout_ref.rollout.name=vllm", "critic.model.path=c"]
+
+
+@pytest.mark.parametrize("words", [["--config-name", "ppo_megatron_trainer"], ["-cn", "ppo_megatron_trainer.yaml"]])
+def test_from_verl_name_of_a_configuration_is_the_next_word_too(words, tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text(f"python -m verl.trainer.main_ppo {' '.join([*words, *WITH_LEAST])}\n")
+    assert translate(file, []).config.actor.backend == "megatron"
+
+
+NOT_UNDERSTOOD = ("--config-path=mine", "--config-dir=mine", "~trainer.logger", "--multirun", "trainer",
+                  "--config-name=m", "~trainer.logger=x", "reward@x=y", "-cn m")  # fmt: skip
+
+
+@pytest.mark.parametrize("words", NOT_UNDERSTOOD)
+def test_from_verl_of_words_that_are_no_values_is_an_error(words, tmp_path):
+    file = tmp_path / "run.sh"
+    file.write_text(f"python -m verl.trainer.main_ppo {' '.join([*WITH_LEAST, words])}\n")
+    with pytest.raises(UserError, match=re.escape(words)):
+        translate(file, [])
 
 
 VALUES = (True, False, None, 0, 1, 2, 8, -1, 0.5, "x", "token", "grpo", "megatron", [1], ["a"], {}, 1024, "1e-3")
@@ -258,6 +320,40 @@ def test_from_verl_of_random_keys_names_each_that_is_not_in_the_result(least, tm
         for key in found.job.given:
             assert key in named or any(row.reads(key) for row in ROWS), key
     assert done > 10
+
+
+A, RC = "actor_rollout_ref.actor", "algorithm.rollout_correction"
+GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
+OTB = ["algorithm.adv_estimator=tir_optimal_token_baseline", "actor_rollout_ref.rollout.n=2"]
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
+SELECTIVE = f"{A}.megatron.override_transformer_config.recompute_granularity=selective"
+REMARKS = [
+    (GRPO, f"{A}.fsdp_config.mixed_precision.param_dtype=bf16", "no counterpart"),
+    (GRPO, f"{A}.fsdp_config.wrap_policy.min_num_params=9", "no counterpart"),
+    (GRPO, f"{A}.fsdp_config.fsdp_sizes=9", "unknown"),
+    (GRPO, f"{A}.megatron.tensor_parallel=9", "unknown"),
+    (GRPO, "critic.megatron.router_replay.mode=R3", "no counterpart"),
+    (GRPO, "critic.fsdp.typing_error=1", "unknown"),
+    (GRPO, "actor_rollout_ref.rollout.engine_kwargs.other.x=1", "unknown"),
+    (GRPO, "reward.reward_model.rollout.typing_error=1", "unknown"),
+    (GRPO, "actor_rollout_ref.rollout.multi_turn.max_parallel_calls=1", "ignored"),
+    (GRPO, "actor_rollout_ref.rollout.multi_turn.max_parallel_calls=true", "ask"),
+    (GRPO, "actor_rollout_ref.rollout.agent.num_workers=256", "ask"),
+    (GRPO, "data.shuffle=false", "no counterpart"),
+    (OTB, f"{RC}.bypass_mode=false", None),
+    (OTB, f"{RC}.bypass_mode=true", "no counterpart"),
+    ([*GRPO, f"{OVERLONG}.len=3"], f"{OVERLONG}.enable=true", "ignored"),
+    ([*GRPO, "model_engine=megatron", SELECTIVE],
+     f"{A}.megatron.override_transformer_config.recompute_modules=[mlp,nothing]", "no counterpart"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("job", "word", "kind"), REMARKS)
+def test_from_verl_line_about_a_key_says_what_becomes_of_its_value(job, word, kind, least):
+    done = translate(least, [*job, word])
+    assert done.recipe.name == ("otb" if job is OTB else "grpo")
+    key = word.partition("=")[0].replace(LONG, SHORT)
+    assert [remark.kind for remark in done.remarks if key in remark.keys] == ([kind] if kind else [])
 
 
 @pytest.mark.skipif(not PEER.exists(), reason="verl is installed by tools/install/peers.sh")

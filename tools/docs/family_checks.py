@@ -146,7 +146,7 @@ def backend_logprobs(model: Path, tp: int) -> tuple[str, str, list[Tensor]]:
     rows = rows_of(model)
     batch = Batch(torch.tensor(ROWS), {"tokens": torch.cat(rows)})
     batch["loss_mask"] = batch.positions >= 1
-    form = "packed" if runner._form.is_packed else "unpacked"
+    form = "packed" if runner.form.is_packed else "unpacked"
 
     def report(_: Any, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         return output.sum(), {"output": output.detach().clone()}
@@ -154,7 +154,7 @@ def backend_logprobs(model: Path, tp: int) -> tuple[str, str, list[Tensor]]:
     with torch.no_grad():
         reports = runner.run([batch], 1.0, report, forward_only=True)
     outputs = torch.cat([each["output"] for each in reports], dim=1)[0]
-    return form, runner._form.reason, list(outputs.split([length - 1 for length in ROWS]))
+    return form, runner.form.reason, list(outputs.split([length - 1 for length in ROWS]))
 
 
 def train(model: Path) -> Outcome:

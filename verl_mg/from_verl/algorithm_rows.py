@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl_mg.from_verl.job import VerlJob
+from verl_mg.from_verl.job import Condition, VerlJob
 from verl_mg.from_verl.rows import (
     AGGREGATED,
     ASK,
@@ -101,7 +101,7 @@ DATA = (
     Row(("data.filter_overlong_prompts", "data.truncation"), ("data.overlong_prompts",), _overlong,
         "`drop` or `error`; nothing is cut"),
     Row(("data.val_max_samples",), ("evaluation.prompts",),
-        lambda job: {"evaluation.prompts": job["data.val_max_samples"] if job["data.val_max_samples"] > 0 else None},
+        lambda job: {"evaluation.prompts": size if (size := job.integer("data.val_max_samples")) > 0 else None},
         "-1 there and null here are all"),
     Row(("data.seed",), ("job.seed",), lambda job: {} if job["data.seed"] is None else {"job.seed": job["data.seed"]}),
     Row(("reward.custom_reward_function.path", "reward.custom_reward_function.name",
@@ -110,7 +110,8 @@ DATA = (
         ("reward.function", "reward.options", "reward.from_model", "reward_model.path"), _reward, "`verl:PATH:NAME`"),
     Row(("reward.reward_kwargs.overlong_buffer_cfg.enable", "reward.reward_kwargs.overlong_buffer_cfg.len",
          "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor"),
-        ("algorithm.overlong_buffer",), _overlong_reward, "of `recipes/dapo.py`"),
+        ("algorithm.overlong_buffer",), _overlong_reward, "of `recipes/dapo.py`",
+        Condition(lambda job: job["reward.reward_manager.name"] == "dapo", "with another reward_manager")),
     same("reward.num_workers", "reward.workers"),
 )  # fmt: skip
 
@@ -168,7 +169,7 @@ def _aggregation(job: VerlJob) -> Values:
 def _filter(job: VerlJob) -> Values:
     if not job["algorithm.filter_groups.enable"]:
         return {}
-    rounds = job["algorithm.filter_groups.max_num_gen_batches"]
+    rounds = job.integer("algorithm.filter_groups.max_num_gen_batches")
     if job["algorithm.filter_groups.metric"] not in (None, "reward", "acc", "score", "seq_reward"):
         job.report(NONE, "algorithm.filter_groups.metric", "groups are kept whose rewards differ")
     return {"algorithm.max_sampling_rounds": rounds if rounds > 0 else NO_LIMIT}
@@ -180,27 +181,33 @@ def _pf_ppo(job: VerlJob) -> Values:
     return {
         "algorithm.resampling": job["algorithm.pf_ppo.reweight_method"],
         "algorithm.power": job["algorithm.pf_ppo.weight_pow"],
-        "algorithm.buffer_samples": job["data.train_batch_size"] * job["aorr.rollout.n"],
+        "algorithm.buffer_samples": job.count("data.train_batch_size") * job.count("aorr.rollout.n"),
     }
 
 
 def _correction(job: VerlJob) -> Values:
     section = "algorithm.rollout_correction"
     weight, rejection = job[f"{section}.rollout_is"], job[f"{section}.rollout_rs"]
-    values: Values = {"algorithm.old_logprobs": "rollout" if job[f"{section}.bypass_mode"] else "recompute"}
+    values: Values = {"algorithm.old_logprobs": "rollout"} if job[f"{section}.bypass_mode"] else {}
+    if job[f"{section}.bypass_mode"] and (weight or rejection):
+        text = (
+            "weights compare the actor's log-probs with the rollout's, which it takes for them. Set bypass_mode=false"
+        )
+        raise job.refusal(f"{section}.bypass_mode", text)
     if job[f"{section}.bypass_mode"] and job[f"{section}.loss_type"] != "ppo_clip":
         job.report(NONE, f"{section}.loss_type", "with the rollout's log-probs a recipe keeps its loss")
     if weight:
-        low, high = _bounds(job[f"{section}.rollout_is_threshold"])
+        (threshold,) = _thresholds(job, f"{section}.rollout_is_threshold", 1)
+        low, high = threshold
         values |= {"algorithm.off_policy.weight": weight, "algorithm.off_policy.high": high}
         values |= {} if low is None else {"algorithm.off_policy.low": low}
         values["algorithm.off_policy.normalize"] = bool(job[f"{section}.rollout_is_batch_normalize"])
     if rejection:
         criteria = [part.strip() for part in str(rejection).split(",")]
-        bounds = str(job[f"{section}.rollout_rs_threshold"]).split(",")
-        bounds = bounds * len(criteria) if len(bounds) == 1 else bounds
-        rejected = {_criterion(name): _limits(name, text) for name, text in zip(criteria, bounds, strict=True)}
-        values["algorithm.off_policy.rejection"] = rejected
+        bounds = _thresholds(job, f"{section}.rollout_rs_threshold", len(criteria))
+        values["algorithm.off_policy.rejection"] = {
+            _criterion(name): _limits(name, *bound) for name, bound in zip(criteria, bounds, strict=True)
+        }
     return values
 
 
@@ -209,17 +216,30 @@ def _criterion(name: str) -> str:
     return name.replace("seq_", "sequence_").replace("_", "-")
 
 
-def _limits(criterion: str, text: str) -> Any:
+def _limits(criterion: str, low: float | None, high: float) -> Any:
     """Returns the bounds of the ratio of k1, or the bound of k2 and k3."""
-    low, high = _bounds(text)
     # verl bounds the engine's probability over the trainer's, and we the inverse; a single bound holds on both sides.
     return [1 / high, high if low is None else 1 / low] if criterion.endswith("k1") else high
 
 
-def _bounds(threshold: Any) -> tuple[float | None, float]:
-    """Returns the bounds of "0.5_2.0", or of 2.0, which has no lower one."""
-    low, _, high = str(threshold).rpartition("_")
-    return float(low) if low else None, float(high)
+BOUNDS = re.compile(r"\s*(?:([\d.e+-]+)_)?([\d.e+-]+)\s*")
+
+
+def _thresholds(job: VerlJob, key: str, count: int) -> list[tuple[float | None, float]]:
+    """Returns the bounds of "0.5_2.0", or of 2.0, which has no lower one, of each of some criteria or of all."""
+    bounds = []
+    for text in str(job[key]).split(","):
+        found = BOUNDS.fullmatch(text)
+        try:
+            low, high = (None if part is None else float(part) for part in found.groups()) if found else (None, None)
+        except ValueError:
+            high = None
+        if high is None or high <= 0 or (low is not None and low <= 0):
+            raise job.refusal(key, "not 2.0, or 0.5_2.0, for each criterion. Correct it")
+        bounds.append((low, high))
+    if len(bounds) not in (1, count):
+        raise job.refusal(key, f"there are {count} criteria. Write a threshold for each, or one for all")
+    return bounds * count if len(bounds) == 1 else bounds
 
 
 def _ratio_limit(job: VerlJob) -> Values:

@@ -76,12 +76,34 @@ class VerlJob:
         """Returns the error of a value with which no job means the same."""
         return UserError(f"{key.replace(SHORT, LONG)}={self[key]}: {text}.")
 
-    def count(self, key: str) -> int:
-        """Returns the value of a key that is a number above 0."""
+    def number(self, key: str) -> float:
+        """Returns the value of a key that is a number."""
         value = self[key]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise self.refusal(key, "not a number. Correct it")
+        return value
+
+    def integer(self, key: str) -> int:
+        """Returns the value of a key that is a whole number."""
+        value = self.number(key)
+        if not float(value).is_integer():
+            raise self.refusal(key, "not a whole number. Correct it")
+        return int(value)
+
+    def count(self, key: str) -> int:
+        """Returns the value of a key that is a whole number above 0."""
+        value = self.integer(key)
+        if value < 1:
             raise self.refusal(key, "not a number above 0. Correct it")
         return value
+
+    def listed(self, key: str) -> list[str]:
+        """Returns the value of a key that is a list of names, a single name, or null for none."""
+        value = self[key]
+        names = [value] if isinstance(value, str) else [] if value is None else value
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise self.refusal(key, "not a list of names. Correct it")
+        return names
 
     @property
     def megatron(self) -> bool:
@@ -135,8 +157,8 @@ class VerlJob:
     @cached_property
     def iterations(self) -> int | None:
         """Iterations of the job; None where they depend on files that are not here."""
-        if steps := self["trainer.total_training_steps"]:
-            return int(steps)
+        if self["trainer.total_training_steps"] is not None:
+            return self.count("trainer.total_training_steps")
         if self["algorithm.filter_groups.enable"]:
             return None  # the rollouts of an iteration depend on the policy
         files = self["data.train_files"]

@@ -8,7 +8,7 @@ from typing import get_args
 
 from verl_mg.config.roles import RecomputeModule
 from verl_mg.errors import UserError
-from verl_mg.from_verl.job import Condition, VerlJob
+from verl_mg.from_verl.job import ALWAYS, Condition, VerlJob
 from verl_mg.from_verl.rows import CRITIC, FSDP, MEGATRON, NONE, REFERENCE, Row, Values, same
 
 SIZES = {
@@ -28,8 +28,8 @@ SWITCHES = ("param_offload", "grad_offload", "optimizer_offload")
 
 def _layout(theirs: str, ours: str) -> Callable[[VerlJob], Values]:
     def convert(job: VerlJob) -> Values:
-        sizes = {short: job[f"{theirs}.megatron.{key}"] for key, short in SIZES.items()}
-        given = {short: int(size) for short, size in sizes.items() if size is not None}
+        keys = {short: f"{theirs}.megatron.{key}" for key, short in SIZES.items()}
+        given = {short: job.count(key) for short, key in keys.items() if short == "tp" or job[key] is not None}
         if given.get("etp") == given["tp"]:
             del given["etp"]
         return {ours: "-".join(f"{s}{n}" for s, n in given.items() if n != 1 or s == "etp") or "tp1"}
@@ -39,7 +39,7 @@ def _layout(theirs: str, ours: str) -> Callable[[VerlJob], Values]:
 
 def _shards(section: str, ours: str) -> Callable[[VerlJob], Values]:
     def convert(job: VerlJob) -> Values:
-        size = int(job[f"{section}.ulysses_sequence_parallel_size"])
+        size = job.count(f"{section}.ulysses_sequence_parallel_size")
         return {f"{ours}.backend": "fsdp", f"{ours}.layout": f"cp{size}" if size > 1 else "tp1"}
 
     return convert
@@ -49,17 +49,17 @@ def _tokens(micro: str, dynamic: str, longest: str, ours: str, cp: Callable[[Ver
     """The tokens of a micro-batch: verl's limit is for a GPU, ours for the GPUs that share its rows."""
 
     def convert(job: VerlJob) -> Values:
-        row = job["data.max_prompt_length"] + job["data.max_response_length"]
+        row = job.count("data.max_prompt_length") + job.count("data.max_response_length")
         if job[dynamic]:
-            return {ours: max(int(job[longest]) * cp(job), row)}
-        return {ours: int(job[micro]) * row} if job[micro] else {}
+            return {ours: max(job.count(longest) * cp(job), row)}
+        return {ours: job.count(micro) * row} if job[micro] else {}
 
     return convert
 
 
 def _cp(theirs: str, fsdp: str) -> Callable[[VerlJob], int]:
     keys = (f"{theirs}.megatron.context_parallel_size", f"{fsdp}.ulysses_sequence_parallel_size")
-    return lambda job: int(job[keys[0] if job.megatron else keys[1]])
+    return lambda job: job.count(keys[0] if job.megatron else keys[1])
 
 
 def _optimizer(theirs: str, ours: str) -> Callable[[VerlJob], Values]:
@@ -83,18 +83,25 @@ def _schedule(job: VerlJob, theirs: str, ours: str) -> Values:
         style = "constant"
     values[f"{ours}.schedule"] = style
     # Its schedulers take a step in an iteration, ours in each optimizer step.
-    steps, ratio = job[f"{theirs}.lr_warmup_steps"] or 0, job[f"{theirs}.lr_warmup_steps_ratio"] or 0.0
+    steps, ratio = (
+        job.number(key) if job[key] is not None else 0
+        for key in (f"{theirs}.lr_warmup_steps", f"{theirs}.lr_warmup_steps_ratio")
+    )
     if steps > 0:
         values[f"{ours}.warmup_steps"] = int(steps) * job.updates
     elif ratio > 0:
         values[f"{ours}.warmup_ratio"] = ratio
     if style == "constant":
         return values
-    ratio = job[f"{theirs}.min_lr_ratio"] or 0.0
-    values[f"{ours}.min_lr"] = job[f"{theirs}.min_lr"] if job.megatron else ratio * job[f"{theirs}.lr"]
-    last = (job[f"{theirs}.lr_decay_steps"] if job.megatron else None) or job.iterations
+    if job.megatron:
+        values[f"{ours}.min_lr"] = job[f"{theirs}.min_lr"]
+    else:
+        lowest = 0 if job[f"{theirs}.min_lr_ratio"] is None else job.number(f"{theirs}.min_lr_ratio")
+        values[f"{ours}.min_lr"] = lowest * job.number(f"{theirs}.lr")
+    decays = f"{theirs}.lr_decay_steps"
+    last = job.count(decays) if job.megatron and job[decays] is not None else job.iterations
     if last:
-        values[f"{ours}.decay_steps"] = int(last) * job.updates
+        values[f"{ours}.decay_steps"] = last * job.updates
     elif f"{ours}.warmup_ratio" not in values:  # which decays over the whole job
         raise job.refusal(key, "it ends with the job, whose iterations are unknown. Add trainer.total_training_steps=N")
     return values
@@ -109,8 +116,11 @@ def _recompute(job: VerlJob, ours: str = "actor", theirs: str = "aorr.actor") ->
     how = job[f"{fields}.recompute_granularity"]
     if how != "selective":
         return {f"{ours}.recompute": how == "full"}
-    modules = job[f"{fields}.recompute_modules"]
-    return {f"{ours}.recompute": [name for name in modules if name in get_args(RecomputeModule)]}
+    modules, known = job.listed(f"{fields}.recompute_modules"), get_args(RecomputeModule)
+    if unknown := [name for name in modules if name not in known]:
+        text = f"{', '.join(unknown)} cannot be recomputed alone; modules are {', '.join(known)}"
+        job.report(NONE, f"{fields}.recompute_modules", text)
+    return {f"{ours}.recompute": [name for name in modules if name in known]}
 
 
 def _checkpointed(model: str, ours: str) -> Callable[[VerlJob], Values]:
@@ -130,11 +140,12 @@ def _adapters(job: VerlJob) -> Values:
     names = ("lora.rank", "lora.alpha", "lora.target_modules", "lora.adapter_path")
     if not job.megatron:
         names = ("lora_rank", "lora_alpha", "target_modules", "lora_adapter_path")
-    rank, alpha, targets, path = (job[f"aorr.model.{name}"] for name in names)
+    rank, path = job[f"aorr.model.{names[0]}"], job[f"aorr.model.{names[3]}"]
     if not rank:
         return {}
-    values: Values = {"actor.lora.rank": rank, "actor.lora.alpha": float(alpha)}
-    if isinstance(targets, list) and set(targets) != set(OF_MEGATRON):
+    values: Values = {"actor.lora.rank": rank, "actor.lora.alpha": float(job.number(f"aorr.model.{names[1]}"))}
+    targets = job.listed(f"aorr.model.{names[2]}")
+    if targets not in ([], ["all-linear"]) and set(targets) != set(OF_MEGATRON):
         if set(targets) & set(OF_MEGATRON):
             job.report(NONE, f"aorr.model.{names[2]}", "targets have the names of Hugging Face: q_proj, down_proj, ...")
         else:
@@ -218,12 +229,13 @@ def _of(section: str, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _critic_only(condition: Condition) -> Condition:
-    return Condition(lambda job: job.has_critic and condition.holds(job), f"without a critic, or {condition.otherwise}")
+    otherwise = ", or ".join(filter(None, ("without a critic", condition.otherwise)))
+    return Condition(lambda job: job.has_critic and condition.holds(job), otherwise)
 
 
 def _trained(theirs: str, fsdp: str, model: str, ours: str, also: Callable[[Condition], Condition]) -> tuple[Row, ...]:
     """The rows that actor and critic have in common."""
-    always = also(Condition(lambda job: True, "ever"))
+    always = also(ALWAYS)
     micro, dynamic = f"{theirs}.ppo_micro_batch_size_per_gpu", f"{theirs}.use_dynamic_bsz"
     longest, tokens = f"{theirs}.ppo_max_token_len_per_gpu", f"{ours}.tokens_per_micro_batch"
     sizes = _of(f"{theirs}.megatron", tuple(SIZES))
@@ -262,13 +274,13 @@ MODELS = (
     *_trained("aorr.actor", "aorr.actor.fsdp_config", "aorr.model", "actor", lambda condition: condition),
     Row(("aorr.actor.fsdp_config.fsdp_size",), ("fsdp.replicas",),
         lambda job: {} if job["aorr.actor.fsdp_config.fsdp_size"] in (-1, None)
-        else {"fsdp.replicas": max(job.ranks // job["aorr.actor.fsdp_config.fsdp_size"], 1)},
+        else {"fsdp.replicas": max(job.ranks // job.count("aorr.actor.fsdp_config.fsdp_size"), 1)},
         "ranks of a copy there, number of copies here", FSDP),
     same("aorr.actor.fsdp_config.reshard_after_forward", "fsdp.reshard_after_forward", when=FSDP),
     same("aorr.actor.fsdp_config.offload_policy", "fsdp.cpu_offload", when=FSDP),
     same("aorr.actor.freeze_vision_tower", "fsdp.freeze_vision_tower", when=FSDP),
     same("aorr.actor.megatron.dynamic_context_parallel", "actor.dynamic_context", when=MEGATRON),
-    Row(("aorr.actor.megatron.override_transformer_config.*",), ("megatron.transformer",), 
+    Row(("aorr.actor.megatron.override_transformer_config.*",), ("megatron.transformer",),
         _fields("aorr.actor.megatron.override_transformer_config", "transformer"),
         "megatron-core's own names, for all models of the job", MEGATRON),
     Row(("aorr.actor.megatron.override_ddp_config.*",), ("megatron.ddp",),

@@ -24,6 +24,9 @@ Given = dict[str, Any]  # {key of verl: value}
 LONG, SHORT = "actor_rollout_ref.", "aorr."
 FLOAT = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 """Numbers such as 1e-6, which hydra reads as numbers and YAML 1.1 as text."""
+TRAINER = re.compile(r"(ppo|dapo)(_megatron)?_trainer")
+"""Configurations of verl whose keys have verl's defaults."""
+KEY = re.compile(r"\+{0,2}[A-Za-z_][^\s~@]*")
 STRATEGY = "aorr.actor.strategy"
 OLDER = (
     ("aorr.actor.grad_clip", "aorr.actor.optim.clip_grad"),
@@ -59,12 +62,26 @@ def read_verl(path: Path, overrides: list[str]) -> Given:
     else:
         tree = read_tree(path)
     engine = _engine(tree.pop("defaults", None))
-    for word in overrides:
-        if word.startswith("--config-name"):
-            engine = _engine([word.partition("=")[2]]) or engine
-        elif word.startswith("model_engine="):
-            engine = word.partition("=")[2]
-        elif not word.startswith("--"):
+    following = iter(overrides)
+    for word in following:
+        option, separator, value = word.partition("=")
+        if option in ("--config-name", "-cn"):
+            name = (value if separator else next(following, "")).removesuffix(".yaml")
+            if not TRAINER.fullmatch(name):
+                raise UserError(
+                    f"{path}: {option}{separator or ' '}{name}: no trainer of verl. Give the file that hydra wrote."
+                )
+            engine = _engine([name]) or engine
+        elif option == "model_engine":
+            engine = value
+        elif option == "--config-path" and value.removeprefix("./") == "config":
+            pass  # verl's own, where its configurations are
+        elif not separator or not KEY.fullmatch(option):
+            raise UserError(
+                f"{path}: {word}: not understood here. Give KEY=VALUE for each key; for another configuration, the "
+                "file that hydra wrote."
+            )
+        else:
             apply_override(tree, word.lstrip("+"))
     if not isinstance(tree.get("actor_rollout_ref"), dict):
         raise UserError(
@@ -103,15 +120,20 @@ def _referred(text: str, key: str, values: Mapping[str, Any], default: Mapping[s
     resolver, colon, arguments = text.partition(":")
     name, _, fallback = arguments.partition(",")
     if colon and resolver == "oc.env":
-        return os.environ.get(name.strip(), _number(yaml.safe_load(fallback or "null")))
+        if name.strip() in os.environ or fallback:
+            return os.environ.get(name.strip(), _number(yaml.safe_load(fallback)))
+        raise UserError(f"{key}: ${{{text}}} is not set in the environment. Set it, or write a value.")
     if colon and resolver != "oc.select":
         raise UserError(f"{key}: ${{{text}}} is computed by hydra. Give the file that hydra wrote, or the value.")
     target = (name if colon else text).strip()
     if target.startswith("."):
         target = f"{key.rpartition('.')[0]}{target}"
     target = target.replace(LONG, SHORT)
-    known = target in values or target in default
-    return resolved(values, target, default, depth + 1) if known else _number(yaml.safe_load(fallback or "null"))
+    if target in values or target in default:
+        return resolved(values, target, default, depth + 1)
+    if not colon:  # only oc.select has a value for a key that is not there
+        raise UserError(f"{key}: ${{{text}}} refers to a key that the file does not have. Write a value.")
+    return _number(yaml.safe_load(fallback or "null"))
 
 
 def flat(tree: Mapping[str, Any]) -> Given:

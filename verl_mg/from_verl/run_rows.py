@@ -28,8 +28,8 @@ def _engine(job: VerlJob) -> Values:
 def _layout(job: VerlJob) -> Values:
     if job["aorr.rollout.name"] == "hf":
         return {}
-    tp, pp = int(job["aorr.rollout.tensor_model_parallel_size"]), int(job["aorr.rollout.pipeline_model_parallel_size"])
-    dp, ep = int(job["aorr.rollout.data_parallel_size"]), int(job["aorr.rollout.expert_parallel_size"])
+    parts = ("tensor_model", "pipeline_model", "data", "expert")
+    tp, pp, dp, ep = (job.count(f"aorr.rollout.{part}_parallel_size") for part in parts)
     # With dp the ranks of an engine are tp * dp there, and attention is divided by tp of them.
     sizes = {"tp": tp * dp, "pp": pp, "ep": ep, "adp": dp}
     if dp > 1 and job["aorr.rollout.name"] == "vllm":
@@ -82,11 +82,10 @@ def _quantized(job: VerlJob) -> Values:
 
 
 def _sampling(job: VerlJob) -> Values:
-    top_k = job["aorr.rollout.top_k"]
     return {
         "rollout.temperature": job["aorr.rollout.temperature"],
         "rollout.top_p": job["aorr.rollout.top_p"],
-        "rollout.top_k": max(int(top_k), 0),
+        "rollout.top_k": max(job.integer("aorr.rollout.top_k"), 0),
     }
 
 
@@ -98,13 +97,13 @@ def _evaluation(job: VerlJob) -> Values:
     }
     if sampled:
         values["evaluation.top_p"] = job[f"{section}.top_p"]
-        if max(int(job[f"{section}.top_k"]), 0) != max(int(job["aorr.rollout.top_k"]), 0):
+        if max(job.integer(f"{section}.top_k"), 0) != max(job.integer("aorr.rollout.top_k"), 0):
             job.report(NONE, f"{section}.top_k", "an evaluation has the top_k of training")
     return values
 
 
 def _every(job: VerlJob) -> Values:
-    every = job["trainer.test_freq"]
+    every = job.integer("trainer.test_freq")
     if every <= 0 and job["trainer.val_before_train"]:
         if "trainer.val_before_train" in job.given:
             job.report(
@@ -112,12 +111,12 @@ def _every(job: VerlJob) -> Values:
             )
     elif every > 0 and not job["trainer.val_before_train"]:
         job.report(NONE, "trainer.val_before_train", "with evaluation.every one runs before training too")
-    return {"evaluation.every": max(int(every), 0)}
+    return {"evaluation.every": max(every, 0)}
 
 
 def _tools(job: VerlJob) -> Values:
     section = "aorr.rollout.multi_turn"
-    turns, name = job[f"{section}.max_assistant_turns"], job[f"{section}.format"]
+    turns, name = job[f"{section}.max_assistant_turns"], str(job[f"{section}.format"])
     if turns is None:
         job.report(NONE, f"{section}.max_assistant_turns", "a sample has a number of turns; write rollout.max_turns")
     job.report(ASK, f"{section}.enable", "write the tools into rollout.tools, as functions or classes: agent_tools.md")
@@ -134,18 +133,17 @@ def _iterations(job: VerlJob) -> Values:
 
 
 def _checkpoints(job: VerlJob) -> Values:
-    every = max(int(job["trainer.save_freq"]), 0)
+    every = max(job.integer("trainer.save_freq"), 0)
     values: Values = {"checkpoint.every": every}
     if every:
         values["checkpoint.keep"] = job["trainer.max_actor_ckpt_to_keep"] or NO_LIMIT
-        if "hf_model" in job["aorr.actor.checkpoint.save_contents"]:
+        if "hf_model" in job.listed("aorr.actor.checkpoint.save_contents"):
             values["checkpoint.export_every"] = every
     return values
 
 
 def _services(job: VerlJob) -> Values:
-    logger = job["trainer.logger"]
-    named = [logger] if isinstance(logger, str) else list(logger or [])
+    named = job.listed("trainer.logger")
     if others := [name for name in named if name not in SERVICES + ALWAYS_WRITTEN]:
         job.report(NONE, "trainer.logger", f"{', '.join(others)}: services are {', '.join(SERVICES)}")
     return {"tracking.services": [name for name in named if name in SERVICES]}

@@ -13,7 +13,7 @@ import ast
 import operator
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from verl_mg.errors import UserError
@@ -21,6 +21,9 @@ from verl_mg.errors import UserError
 TRAINERS = re.compile(r"(verl\.trainer\.|recipe\.dapo\.(src\.)?)main_(ppo|dapo)(_sync)?")
 OPENS, CLOSES = {"if", "case", "for", "while"}, {"fi", "esac", "done"}
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=(.*)", re.DOTALL)
+REDIRECTION = re.compile(r"(?:\d*|&)[<>]+(.*)")
+ARGUMENTS = re.compile(r"\$(?:[@*]|\{[@*](?::\d+)?\})")
+"""The arguments of the script itself, in place of which there are overrides."""
 UNKNOWN = "\0"
 """Part of a word in place of text that depends on the run."""
 OPERATORS: dict[type, Callable[[int, int], int]] = {
@@ -41,13 +44,26 @@ def trainer_arguments(path: Path, overrides: list[str]) -> list[str]:
         place = next((i for i, word in enumerate(words) if TRAINERS.fullmatch(word)), None)
         if place is not None:
             replaced = {word.lstrip("+").split("=")[0] for word in overrides}
-            arguments = [word for word in words[place + 1 :] if word.lstrip("+").split("=")[0] not in replaced]
+            arguments = [
+                word for word in _arguments(words[place + 1 :]) if word.lstrip("+").split("=")[0] not in replaced
+            ]
             undecided = [word.lstrip("+").split("=")[0] for word in arguments if UNKNOWN in word]
             if undecided:
                 missing = " ".join(f"{key.replace(UNKNOWN, '...')}=VALUE" for key in undecided)
                 raise UserError(f"{path}: {undecided[0]}: depends on the run of the script. Add {missing}.")
-            return [word for word in arguments if "=" in word] + overrides
+            return arguments + overrides
     raise UserError(f"{path}: no command `python -m verl.trainer.main_ppo KEY=VALUE ...`. Give the script that has it.")
+
+
+def _arguments(words: list[str]) -> Iterator[str]:
+    """The words of a command without its redirections, such as `2>&1` or `> log`."""
+    following = iter(words)
+    for word in following:
+        if redirection := REDIRECTION.fullmatch(word):
+            if not redirection[1]:
+                next(following, None)
+        else:
+            yield word
 
 
 def _statements(text: str) -> list[str]:
@@ -74,6 +90,8 @@ def _statements(text: str) -> list[str]:
             depth += 1
         elif letter in ")}":
             depth = max(depth - 1, 0)
+        elif letter == "&" and ">" in (text[i - 1 : i], text[i + 1 : i + 2]):  # of a redirection
+            pass
         elif (letter in "\n;&|" and not depth) or (letter == "\n" and text[start:i].count("(") == 0):
             statements.append(text[start:i])
             start, depth = i + 1, 0
@@ -97,18 +115,24 @@ class _Script:
         if self._blocks and (pattern := re.match(r"[^\s()=]+\)\s*", raw)):  # of a case
             raw = raw[pattern.end() :]
         raw = re.sub(r"^(export|declare|local|readonly)\s+(-\w+\s+)*", "", raw)
-        if assigned := ASSIGNMENT.fullmatch(raw):
-            name, more, value = assigned.groups()
-            listed = value.startswith("(") and value.endswith(")")
-            words = self._words(value[1:-1] if listed else value)
-            if listed or len(words) <= 1:
-                unknown = [UNKNOWN] if self._blocks else None
-                before = self._variables.get(name, []) if more else []
-                self._variables[name] = unknown or [*before, *(words or ([] if listed else [""]))]
-                return []
-        return self._words(raw)
+        listed = re.fullmatch(r"([A-Za-z_]\w*)(\+?)=\((.*)\)", raw, re.DOTALL)
+        if listed:
+            self._assign(listed[1], self._words(listed[3]), self._variables.get(listed[1], []) if listed[2] else [])
+            return []
+        # Values are not split into words, unlike the arguments of a command.
+        assignments = [ASSIGNMENT.fullmatch(word) for word in self._words(raw, splits=False)]
+        if not all(assignments):
+            return self._words(raw)
+        for assigned in filter(None, assignments):
+            first, *others = (self._variables.get(assigned[1]) or [""]) if assigned[2] else [""]
+            self._assign(assigned[1], [first + assigned[3], *others])
+        return []
 
-    def _words(self, raw: str) -> list[str]:
+    def _assign(self, name: str, words: list[str], before: list[str] | None = None) -> None:
+        self._variables[name] = [UNKNOWN] if self._blocks else [*(before or []), *words]
+
+    def _words(self, raw: str, splits: bool = True) -> list[str]:
+        """The words of a text; where it splits, variables without quotes may be several words, or none."""
         words: list[str] = []
         word: str | None = None
         i = 0
@@ -130,7 +154,7 @@ class _Script:
                 inner, i = raw[i + 1 : end], end + 1
                 if whole := re.fullmatch(r"\$\{(\w+)\[@\]\}", inner):
                     words += self._variables.get(whole[1], [])
-                elif inner not in ("$@", "${@}"):
+                elif not ARGUMENTS.fullmatch(inner):
                     word = (word or "") + self._expanded(inner)
             elif letter == "\\" and i + 1 < len(raw):
                 word, i = (word or "") + raw[i + 1], i + 2
@@ -139,8 +163,15 @@ class _Script:
                 while end < len(raw) and not raw[end].isspace() and raw[end] not in "'\"\\":
                     end = _closing(raw, end) if raw.startswith(("${", "$("), end) else end + 1
                 part, i = raw[i:end], end
-                if part not in ("$@", "$*", "${@}"):
-                    word = (word or "") + self._expanded(part)
+                if ARGUMENTS.fullmatch(part):
+                    continue
+                whole = re.fullmatch(r"\$\{(\w+)\[[@*]\]\}", part)
+                value = " ".join(self._variables.get(whole[1], [])) if whole else self._expanded(part)
+                first, *others = re.split(r"\s+", value) if splits else [value]
+                word = (word or "") + first if first else word
+                for further in others:
+                    words += [] if word is None else [word]
+                    word = further or None
         return words if word is None else [*words, word]
 
     def _expanded(self, text: str) -> str:
@@ -157,7 +188,7 @@ class _Script:
             elif text.startswith("$(", i) or text[i] == "`":
                 end = _closing(text, i) if text[i] == "$" else text.find("`", i + 1) + 1 or len(text)
                 out, i = out + UNKNOWN, end
-            elif name := re.match(r"\$([A-Za-z_]\w*)", text[i:]):
+            elif name := re.match(r"\$([A-Za-z_]\w*|[0-9#?!$@*-])", text[i:]):
                 out, i = out + self._value(name[1]), i + len(name[0])
             else:
                 out, i = out + text[i], i + 1
@@ -168,10 +199,10 @@ class _Script:
         parts = re.fullmatch(r"(\w+)(?::?-(.*))?", inside, re.DOTALL)
         if parts is None:
             return UNKNOWN
-        value = " ".join(self._variables.get(parts[1], []))
+        value = next(iter(self._variables.get(parts[1], [])), "")  # of an array, its first word
         if value or parts[2] is None:
             return value if parts[1] in self._variables else UNKNOWN
-        return "".join(self._words(parts[2]))
+        return " ".join(self._words(parts[2]))
 
     def _number(self, text: str) -> str:
         names = re.sub(r"\$?\{?\b([A-Za-z_]\w*)\b\}?", lambda name: self._value(name[1]), text)

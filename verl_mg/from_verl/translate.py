@@ -34,6 +34,8 @@ RECIPES = {
     ("reinforce_plus_plus", "vanilla"): "reinforce_plus_plus",
     ("reinforce_plus_plus_baseline", "vanilla"): "reinforce_plus_plus_baseline",
     ("opo", "vanilla"): "opo",
+    ("optimal_token_baseline", "vanilla"): "otb",
+    ("tir_optimal_token_baseline", "vanilla"): "otb",
     ("gdpo", "vanilla"): "gdpo",
     ("gpg", "gpg"): "gpg",
     ("grpo", "gspo"): "gspo",
@@ -110,12 +112,7 @@ def converted(job: VerlJob, recipe: Recipe) -> dict[str, Any]:
             if given:
                 job.remarks.append(Remark("ignored", given, f"verl does not read it {row.when.otherwise}"))
             continue
-        try:
-            written = row.convert(job)
-        except (TypeError, ValueError, KeyError, AttributeError, ZeroDivisionError):
-            key = (given or row.theirs)[0]
-            raise job.refusal(key, "not a value that verl takes. Correct it") from None
-        for key, value in written.items():
+        for key, value in row.convert(job).items():
             default = default_of(tree, key)
             if default is MISSING:
                 if value != FIXED.get(key, MISSING) and value is not None:

@@ -84,18 +84,18 @@ class FsdpRunner(Runner):
         self._is_proven = needs_proof(self.table)
         module = build_module(model_dir, head, stored_dtype, is_packed=not self._is_proven)
         check_module_layout(module, groups.layout, where)
-        self._form = (families or FamilyChecks()).form(spec, groups) if self._is_proven else Form(is_packed=True)
-        if self._is_proven and self._form.is_packed:
+        self.form = (families or FamilyChecks()).form(spec, groups) if self._is_proven else Form(is_packed=True)
+        if self._is_proven and self.form.is_packed:
             module = build_module(model_dir, head, stored_dtype)
         processor = ImageProcessor.read(model_dir)
         packer = ImagePacker(module, processor) if processor else None
-        self._reader = RowsReader(spec.hidden_offset, self._form.is_packed, packer)
+        self._reader = RowsReader(spec.hidden_offset, self.form.is_packed, packer)
         scale = logit_scale_of(module, head, model_dir)
         self._head = None if scale is None else output_head(module, scale, self.table)
         whole = self.table.parameter_shards()
         vision = self.table.vision_parameters
         # No gradient passes through a choice of keys: its parameters stay as they are, whatever the weight decay.
-        idle = {name for name, _ in module.named_parameters() if generic(name) in self._form.idle}
+        idle = {name for name, _ in module.named_parameters() if generic(name) in self.form.idle}
         self._frozen = (vision if spec.fsdp.freeze_vision_tower else frozenset()) | (idle - vision)
         for name in self._frozen:
             module.get_parameter(name).requires_grad_(False)
@@ -148,8 +148,8 @@ class FsdpRunner(Runner):
         yield Choice("kernels", "torch, in modules of transformers")
         if self._is_proven:
             slow = f"a call for each row, slow for short ones. {other_choice(self.spec.path)}"
-            alone = Choice("rows", f"each by itself: packed, {self._form.reason}", slow)
-            yield Choice("rows", "packed") if self._form.is_packed else alone
+            alone = Choice("rows", f"each by itself: packed, {self.form.reason}", slow)
+            yield Choice("rows", "packed") if self.form.is_packed else alone
         if text._attn_implementation == ATTENTION:
             for part in module.modules():
                 if hasattr(part, "layer_idx") and hasattr(part, "is_causal"):  # attention, by its names in transformers
@@ -157,7 +157,7 @@ class FsdpRunner(Runner):
                     softcap, sinks = getattr(part, "attn_logit_softcapping", None), getattr(part, "sinks", None)
                     scores = Scores(window=window, softcap=softcap, sinks=sinks)
                     yield kernel(place, self.dtype, scores).choice(f"attention, {scores.kind}")
-        elif not self._form.is_packed:
+        elif not self.form.is_packed:
             yield Choice("attention", f"transformers' {text._attn_implementation}")
         else:
             slow = "its memory grows with the square of a micro-batch. Lower tokens_per_micro_batch if it is short."

@@ -26,7 +26,8 @@ class ModelSpec:
     trained: bool = True  # the weights, or adapters to them, are trained
     from_checkpoint: bool = False
     """Leave what is trained uninitialized, for a checkpoint that is restored before the first pass."""
-    longest_row: int = 1024  # tokens of the longest row
+    # A job gives its own; a model that is loaded only to be read, as by tools, has rows of the usual length.
+    longest_row: int = 1024  # tokens of the longest row, up to which the family's module is checked
     recompute: Recompute = False
     lora: LoraConfig | None = None
     kernels: Kernels = "torch"

@@ -28,6 +28,7 @@ from verl_mg.algorithms.advantages.tokens import (
     moments,
     optimal_token_baseline,
     prime_advantages,
+    process_sums,
     token_rewards,
     whiten,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "optimal_token_baseline",
     "pass_at_k",
     "prime_advantages",
+    "process_sums",
     "remax",
     "resampling_weights",
     "rloo",

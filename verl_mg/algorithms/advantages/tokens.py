@@ -198,6 +198,17 @@ def implicit_rewards(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, beta:
     return torch.where(mask, beta * (logprobs - ref_logprobs), 0.0).detach()
 
 
+def process_sums(process_rewards: Tensor, mask: Tensor) -> Tensor:
+    """Returns (n, T) sums of the process rewards to come, without their signs; 0 outside the mask.
+
+    PRIME's published code (arXiv:2502.01456) divides process rewards by the largest of them.
+
+    Args:
+        process_rewards, mask: (n, T) float and bool.
+    """
+    return discounted_returns(process_rewards, mask, 1.0).abs()
+
+
 def prime_advantages(
     process_rewards: Tensor,
     scores: Tensor,
