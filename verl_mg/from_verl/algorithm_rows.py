@@ -229,9 +229,9 @@ def _thresholds(job: VerlJob, key: str, count: int) -> list[tuple[float | None, 
     """Returns the bounds of "0.5_2.0", or of 2.0, which has no lower one, of each of some criteria or of all."""
     bounds = []
     for text in str(job[key]).split(","):
-        found = BOUNDS.fullmatch(text)
+        match = BOUNDS.fullmatch(text)
         try:
-            low, high = (None if part is None else float(part) for part in found.groups()) if found else (None, None)
+            low, high = (None if part is None else float(part) for part in match.groups()) if match else (None, None)
         except ValueError:
             high = None
         if high is None or high <= 0 or (low is not None and low <= 0):

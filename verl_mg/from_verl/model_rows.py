@@ -118,7 +118,7 @@ def _recompute(job: VerlJob, ours: str = "actor", theirs: str = "aorr.actor") ->
         return {f"{ours}.recompute": how == "full"}
     modules, known = job.listed(f"{fields}.recompute_modules"), get_args(RecomputeModule)
     if unknown := [name for name in modules if name not in known]:
-        text = f"{', '.join(unknown)} cannot be recomputed alone; modules are {', '.join(known)}"
+        text = f"{', '.join(unknown)} cannot be recomputed; modules are {', '.join(known)}"
         job.report(NONE, f"{fields}.recompute_modules", text)
     return {f"{ours}.recompute": [name for name in modules if name in known]}
 

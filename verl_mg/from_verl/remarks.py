@@ -30,7 +30,7 @@ OF_MEGATRON = (
     *("dist_checkpointing_path", "dist_checkpointing_prefix", "dist_ckpt_optim_fully_reshardable", "load_weight"),
     "distrib_optim_fully_reshardable_mem_efficient",
 )
-"""Options of Megatron that change no result here: sequences are parallel with tp, weights are those of the folder."""
+"""Options of Megatron that change no result here: sequences are parallel with tp, weights come from the folder."""
 OF_REWARD_ENGINE = (
     *("cudagraph_capture_sizes", "data_parallel_size", "disable_log_stats", "disaggregation.*", "do_sample", "dtype"),
     *("enable_chunked_prefill", "enable_prefix_caching", "enforce_eager", "engine_kwargs.*", "expert_parallel_size"),
