@@ -13,7 +13,6 @@ from verl_mg.from_verl.rows import (
     ASK,
     CLIPPED,
     CRITIC,
-    NO_LIMIT,
     NONE,
     Row,
     Values,
@@ -172,7 +171,7 @@ def _filter(job: VerlJob) -> Values:
     rounds = job.integer("algorithm.filter_groups.max_num_gen_batches")
     if job["algorithm.filter_groups.metric"] not in (None, "reward", "acc", "score", "seq_reward"):
         job.report(NONE, "algorithm.filter_groups.metric", "groups are kept whose rewards differ")
-    return {"algorithm.max_sampling_rounds": rounds if rounds > 0 else NO_LIMIT}
+    return {"algorithm.max_sampling_rounds": rounds if rounds > 0 else None}
 
 
 def _pf_ppo(job: VerlJob) -> Values:
@@ -271,7 +270,7 @@ ALGORITHM = (
          when=advantage_is("grpo", "grpo_vectorized")),
     Row(("algorithm.filter_groups.max_num_gen_batches", "algorithm.filter_groups.metric"),
         ("algorithm.max_sampling_rounds",), _filter,
-        "of `recipes/dapo.py`; at the limit verl stops with an error, and the recipe trains on fewer groups"),
+        "of `recipes/dapo.py`, null for 0; at the limit verl stops, and the recipe trains on fewer groups"),
     Row(("algorithm.use_kl_in_reward", "aorr.actor.use_kl_loss", "algorithm.kl_penalty", "aorr.actor.kl_loss_type",
          "algorithm.kl_ctrl.kl_coef", "aorr.actor.kl_loss_coef", "algorithm.kl_ctrl.type",
          "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),

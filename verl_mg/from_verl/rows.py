@@ -18,8 +18,6 @@ from verl_mg.from_verl.job import ALWAYS, Condition, Kind, VerlJob
 Values = dict[str, Any]  # {our key: value}
 NONE: Kind = "no counterpart"
 ASK: Kind = "ask"
-NO_LIMIT = 1_000_000
-"""Stands for verl's null, 0 or -1 where a key here has no value for "no limit"."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl_mg.from_verl.job import Condition, VerlJob
-from verl_mg.from_verl.rows import ASK, NO_LIMIT, NONE, Row, Values, same
+from verl_mg.from_verl.rows import ASK, NONE, Row, Values, same
 
 ENGINES = ("hf", "sglang", "vllm")
 SERVICES = ("wandb", "mlflow", "swanlab")
@@ -136,7 +136,7 @@ def _checkpoints(job: VerlJob) -> Values:
     every = max(job.integer("trainer.save_freq"), 0)
     values: Values = {"checkpoint.every": every}
     if every:
-        values["checkpoint.keep"] = job["trainer.max_actor_ckpt_to_keep"] or NO_LIMIT
+        values["checkpoint.keep"] = job["trainer.max_actor_ckpt_to_keep"] or None
         if "hf_model" in job.listed("aorr.actor.checkpoint.save_contents"):
             values["checkpoint.export_every"] = every
     return values
@@ -186,7 +186,7 @@ RUN = (
         lambda job: {"job.output": str(Path(str(job["trainer.default_local_dir"])).expanduser())}),
     Row(("trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "aorr.actor.checkpoint.save_contents"),
         ("checkpoint.every", "checkpoint.keep", "checkpoint.export_every"), _checkpoints,
-        "null there keeps all; `hf_model` is `export_every`"),
+        "null keeps all; `hf_model` is `export_every`"),
     Row(("trainer.resume_mode",), (), _resume, "the same command resumes"),
     Row(("trainer.logger",), ("tracking.services",), _services, "files, TensorBoard and console are always there"),
     same("trainer.project_name", "tracking.project"),
