@@ -114,10 +114,17 @@ def test_weight_and_rejections_together_multiply_after_the_weights_are_normalize
         assert batch["correction"][[1, 2, 4]].tolist() == pytest.approx([weight / mean for weight in kept])
 
 
-def test_pass_at_k_of_more_tries_than_the_group_has_is_refused():
-    assert pass_at_k.Config(group_size=8, k=8).k == 8
-    with pytest.raises(ValueError, match="it is larger than group_size"):
-        pass_at_k.Config(group_size=8, k=9)
+@pytest.mark.parametrize(
+    ("recipe", "values", "message"),
+    [
+        (pass_at_k, {"group_size": 8, "k": 9}, "it is larger than group_size"),
+        (dapo, {"dynamic_sampling": "streaming", "max_sampling_rounds": None}, "needs dynamic_sampling=rounds"),
+        (pf_ppo, {"group_size": 4, "buffer_samples": 3}, "buffer_samples 3 is less than a group"),
+    ],
+)
+def test_values_of_a_recipe_that_contradict_are_refused(recipe, values, message):
+    with pytest.raises(ValidationError, match=message):
+        recipe.Config(**values)
 
 
 @pytest.mark.parametrize(
@@ -362,18 +369,8 @@ def test_dapo_with_equal_rewards_samples_until_enough_groups_differ(ranks, count
 @pytest.mark.parametrize(
     ("arguments", "groups", "trained", "said"),
     [
-        (
-            (2,),
-            1.0,
-            [(0, 0), (0, 1)],
-            "scripted: 1 of 3 groups have rewards that differ .*; its update has only these",
-        ),
-        (
-            (1, 1),
-            0.0,
-            [],
-            "scripted: 0 of 3 groups .*; its update has no sample and leaves the policy as it is",
-        ),
+        ((2,), 1.0, [(0, 0), (0, 1)], "1 of 3 groups have rewards that differ .*; its update has only these"),
+        ((1, 1), 0.0, [], "0 of 3 groups .*; its update has no sample and leaves the policy as it is"),
     ],
 )
 def test_dapo_after_the_last_round_trains_on_the_groups_so_far_and_says_so_once(
@@ -382,19 +379,7 @@ def test_dapo_after_the_last_round_trains_on_the_groups_so_far_and_says_so_once(
     (_, metrics, first), (_, others, second) = results = ranks.run(2, run_dapo, *arguments)
     assert metrics == others == {"dapo/rounds": float(arguments[0]), "dapo/groups": groups}
     assert sorted(row for rows_, _, _ in results for row in rows_) == trained
-    assert re.fullmatch(rf"{said}\. Look at reward/mean .*\n", first) and second == ""
-
-
-@pytest.mark.parametrize(
-    ("recipe", "values", "message"),
-    [
-        (dapo, {"dynamic_sampling": "streaming", "max_sampling_rounds": None}, "needs dynamic_sampling=rounds"),
-        (pf_ppo, {"group_size": 4, "buffer_samples": 3}, "buffer_samples 3 is less than a group"),
-    ],
-)
-def test_config_of_a_recipe_whose_values_contradict_is_refused(recipe, values, message):
-    with pytest.raises(ValidationError, match=message):
-        recipe.Config(**values)
+    assert re.fullmatch(rf"scripted: {said}\. Look at reward/mean .*\n", first) and second == ""
 
 
 def run_prime() -> tuple[list[int], dict[str, float], list[str], list[str]]:

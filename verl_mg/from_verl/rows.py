@@ -20,6 +20,16 @@ NONE: Kind = "no counterpart"
 ASK: Kind = "ask"
 
 
+def keys_of(*texts: str) -> tuple[str, ...]:
+    """Returns the keys that texts name: "x y.z" two of them, and "a b: x y" a.x, a.y, b.x and b.y."""
+    keys: list[str] = []
+    for text in texts:
+        sections, colon, names = text.rpartition(": ")
+        prefixes = [f"{section}." for section in sections.split()] if colon else [""]
+        keys += [prefix + name for prefix in prefixes for name in names.split()]
+    return tuple(keys)
+
+
 @dataclass(frozen=True)
 class Row:
     """Keys of verl that are read together, and the values of our keys that follow."""
