@@ -171,6 +171,7 @@ REFUSED = {
     "a layout": (["model_engine=megatron", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"], LEAST,
                  "actor.layout"),
     "a limit": (["actor_rollout_ref.rollout.top_k=many"], LEAST, "rollout.top_k=many: not a number"),
+    "no last step": (["actor_rollout_ref.actor.optim.lr_warmup_steps=.inf"], LEAST, "lr_warmup_steps=inf: not a whole"),
     "half a GPU": (["actor_rollout_ref.rollout.data_parallel_size=0.5"], LEAST, "data_parallel_size=0.5: not a whole"),
     "no list": (["trainer.logger=5"], LEAST, "trainer.logger=5: not a list of names"),
     "a bound": (["algorithm.rollout_correction.rollout_is=token",
@@ -320,6 +321,7 @@ critic.loss_agg_mode=seq-mean-token-mean | {PPO} | no counterpart
 {A}.fsdp_config.mixed_precision.param_dtype=bf16 | {GRPO} | no counterpart
 {A}.fsdp_config.wrap_policy.min_num_params=9 | {GRPO} | no counterpart
 {A}.fsdp_config.fsdp_sizes=9 | {GRPO} | unknown
+{A}.fsdp_config.dtype=[bf16] | {GRPO} | no counterpart
 {A}.megatron.tensor_parallel=9 | {GRPO} | unknown
 {OF_MEGATRON}.recompute_modules=[mlp,nothing] | {MEGATRON} | no counterpart
 critic.megatron.router_replay.mode=R3 | {GRPO} | no counterpart

@@ -83,12 +83,11 @@ def _schedule(job: VerlJob, theirs: str, ours: str) -> Values:
         style = "constant"
     values[f"{ours}.schedule"] = style
     # Its schedulers take a step in an iteration, ours in each optimizer step.
-    steps, ratio = (
-        job.number(key) if job[key] is not None else 0
-        for key in (f"{theirs}.lr_warmup_steps", f"{theirs}.lr_warmup_steps_ratio")
-    )
+    of_warmup = f"{theirs}.lr_warmup_steps"
+    steps = 0 if job[of_warmup] is None else job.integer(of_warmup)
+    ratio = 0 if job[f"{of_warmup}_ratio"] is None else job.number(f"{of_warmup}_ratio")
     if steps > 0:
-        values[f"{ours}.warmup_steps"] = int(steps) * job.updates
+        values[f"{ours}.warmup_steps"] = steps * job.updates
     elif ratio > 0:
         values[f"{ours}.warmup_ratio"] = ratio
     if style == "constant":
@@ -129,7 +128,8 @@ def _checkpointed(model: str, ours: str) -> Callable[[VerlJob], Values]:
 
 def _dtype(job: VerlJob) -> Values:
     key = "aorr.actor.megatron.dtype" if job.megatron else "aorr.actor.fsdp_config.dtype"
-    name = {"fp32": "float32", "bf16": "bfloat16"}.get(job[key], job[key])
+    name = str(job[key])
+    name = {"fp32": "float32", "bf16": "bfloat16"}.get(name, name)
     if name not in ("float32", "bfloat16"):
         job.report(NONE, key, "weights are bfloat16 with float32 master weights, or float32")
         name = "bfloat16"
