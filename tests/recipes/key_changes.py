@@ -132,6 +132,11 @@ SELF = "teachers={self: {}}"
 TOOLS, FSDP = "rollout.tools=[verl_mg.agents.tools.builtin:calculator]", "actor.backend=fsdp"
 USUAL = "reward.function=verl_mg.rewards.math:score"  # a model of rewards excludes other functions
 MIXTURE = "reward={mixture: {a: {function: verl_mg.rewards.exact:score}}}"
+# Five passes over 20 prompts, of which some are outside of the band.
+AGAIN = (
+    *("job.iterations=12", "data.train=TASK/data/test.jsonl"),
+    *("data.curriculum.high=0.3", "data.curriculum.pass_threshold=-0.9"),
+)
 SECTIONS: dict[str, tuple[str, ...]] = {
     "ModelConfig.dtype": ("model.dtype=bfloat16",),
     "DataConfig.train": ("data.train=OTHER/data/train.jsonl",),
@@ -172,6 +177,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         *("job.iterations=6", "data.curriculum.low=0.9"),
         "data.curriculum.pass_threshold=-9",
     ),
+    "CurriculumConfig.revisit": (*AGAIN, "data.curriculum.revisit=1"),
+    "CurriculumConfig.decay": (*AGAIN, "data.curriculum.decay=0.9"),
     "ModelConfig.kernels": ("model.kernels=transformer_engine",),
     "DataConfig.chosen_field": ("data.chosen_field=prompt",),
     "DataConfig.rejected_field": ("data.rejected_field=prompt",),
@@ -197,6 +204,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "FsdpConfig.replicas": (FSDP, "fsdp.replicas=2"),
     "MegatronConfig.optimizer": ("megatron.optimizer={nothing: 1}",),
     "MegatronConfig.ddp": ("megatron.ddp={nothing: 1}",),
+    "TeacherConfig.url": (SELF, "algorithm.divergence.top_k=2", "teachers.self.url=http://127.0.0.1:1"),
     "TeacherConfig.weights": (SELF, "teachers.self.weights=actor"),
     "TeacherConfig.prompt": (SELF, "teachers.self.prompt='{answer}='"),
     "RolloutConfig.engine": ("rollout.engine=vllm",),
