@@ -107,20 +107,12 @@ CHANGES = {
 }
 
 
-TURNS = "tests/recipes/test_turns.py"
 OF_RECIPE = {("prime", "max_sampling_rounds"): ("algorithm.accuracy_low=0.9",)}
 """What a key has to have with it in one recipe."""
 SMALL_RUN = {
     **{f"{what}_per_iteration": 8 for what in ("prompts", "pairs", "examples")},
     **{"num_minibatches": 2, "critic_warmup": 0, "buffer_samples": 32},
 }
-ELSEWHERE = {
-    # Its discount is between turns, of which the runs here have one.
-    ("gigpo", "gamma"): f"{TURNS}::test_iteration_on_any_number_of_ranks_has_the_advantages_of_turns_by_hand",
-}
-"""Keys of recipes that another test needs."""
-
-
 EXACT, EVALUATED, SAMPLED = (
     "reward.function=verl_mg.rewards.exact:score",
     "evaluation.every=1",
@@ -296,7 +288,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 the folders of two tasks."""
 RECIPE_OF = {
     **{"DataConfig.chosen_field": "dpo", "DataConfig.rejected_field": "dpo", "DataConfig.loss_on": "sft"},
-    **{f"TeacherConfig.{name}": "gkd" for name in ("url", "weights", "prompt", "tokenizer")},
+    **{f"TeacherConfig.{name}": "gkd" for name in ("url", "weights", "prompt")},
 }
 """The recipe, if it is not grpo."""
 
