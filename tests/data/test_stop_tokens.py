@@ -92,7 +92,9 @@ TOKENIZER_END, TEMPLATE_END, ENDS_OF_FILES = 1, 4, {"config.json": 7, "generatio
 ANSWERED = "{% for m in messages %}{{ m['content'] }}{{ '<user>' if m['role'] == 'assistant' }}{% endfor %}"  # token 4
 
 
-@pytest.mark.parametrize("engine", ["hf", pytest.param("sglang", marks=[needs_sglang, pytest.mark.nightly]), VLLM_NIGHTLY])
+@pytest.mark.parametrize(
+    "engine", ["hf", pytest.param("sglang", marks=[needs_sglang, pytest.mark.nightly]), VLLM_NIGHTLY]
+)
 def test_responses_end_at_the_tokens_of_every_source_and_at_no_others_on_each_engine(ranks, tmp_path, engine):
     inputs = inputs_of_engines(tmp_path / "inputs", "qwen3")
     for name, end in ENDS_OF_FILES.items():

@@ -316,6 +316,7 @@ def test_mlflow_resumed_run_keeps_its_id(tmp_path):
     assert points == [["0.25", "1"], ["0.5", "2"], ["0.5", "2"], ["0.75", "3"]]
     assert (folder / "metrics" / "eval" / "pass_4").exists()
     assert (folder / "params" / "tracking.project").read_text() == "sums"
+    assert "\nname: sums\n" in (folder.parent / "meta.yaml").read_text()
 
 
 @needs("mlflow")
