@@ -32,6 +32,11 @@ STD = 0.2  # of the weights: so large that every part of the network shows in it
 # Twelve passes through the same layers: at 0.2 the family's float32 is 7e-3 nats from its float64.
 STDS = {"hrm_text": 0.05}
 SEED = 7
+PYTHON = "{}_PYTHON".format  # variable of the environment with the interpreter of an engine's processes
+# What kernels of engines need on the CPU: widths of heads, a divisor of other widths, and the sizes of latents.
+HEADS, MULTIPLE = (32, 64, 128), 64
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_head_dim": 96, "head_dim": 64}
+WITH_LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 ALWAYS_NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
@@ -66,7 +71,7 @@ def make_model(family: str, folder: Path) -> Outcome:
     """Writes a tiny model of a family, the shrunk copy of its default configuration, with a tokenizer."""
     from transformers import CONFIG_MAPPING
 
-    from verl_mg.models.shrunk_config import shrink
+    from verl_mg.models.shrunk_config import Widths, shrink
     from verl_mg.models.tiny_model import character_tokenizer, perturb_vectors
     from verl_mg.models.transformers_module import module_class
 
@@ -78,9 +83,11 @@ def make_model(family: str, folder: Path) -> Outcome:
         return Outcome("unbuildable", f"from its defaults: {type(error).__name__}: {' '.join(str(error).split())}")
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or LONGEST_ROW
     try:
-        copy = shrink(config, min(LONGEST_ROW, positions)).config
+        copy = shrink(config, min(LONGEST_ROW, positions), widths=Widths(HEADS, MULTIPLE)).config
     except UserError as error:
         return Outcome("unbuildable", str(error))
+    if family in WITH_LATENT:
+        copy = type(copy).from_dict(copy.to_dict() | LATENT)
     tokenizer = character_tokenizer("0123456789+-*/= abcdefgh")
     for part in (copy, copy.get_text_config(decoder=True)):
         part.pad_token_id, part.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
@@ -179,7 +186,9 @@ def resume(model: Path) -> Outcome:
 def engine(model: Path, name: str, tp: int = 1) -> Outcome:
     """Trains a model for one iteration on an engine of another program."""
     folder = model.parent / f"run-{name}{tp}"
-    metrics = _job(model, folder, 1, f"rollout.engine={name}", f"rollout.layout=tp{tp}")
+    python = os.environ[PYTHON(name)]
+    settings = (f"rollout.engine={name}", f"rollout.layout=tp{tp}", f"rollout.python={python}")
+    metrics = _job(model, folder, 1, *settings)
     received, needed = (metrics[-1][f"weight_sync/bytes_{kind}"] for kind in ("received", "lower_bound"))
     return _compared(metrics) if received == needed else Outcome("different", f"{received} bytes of {needed}")
 

@@ -274,7 +274,6 @@ def unloaded_model(
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.model_loader.loader import _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
-    from sglang.srt.server_args import ServerArgs
 
     library().check()
     # GPU: nothing else: traces run on the CPU there too.
@@ -282,7 +281,7 @@ def unloaded_model(
     # GPU-RAN: not yet
     if not torch.cuda.is_available():
         default_to_the_cpu()
-    arguments = ServerArgs(
+    arguments = _server_arguments(
         model_path=model_dir,
         device="cpu",
         dtype="float32",
@@ -291,7 +290,6 @@ def unloaded_model(
         ep_size=layout.ep,
         attn_dp_size=layout.adp,
         disable_shared_experts_fusion=True,  # as in engines: a separate layer, as in the weight table
-        attention_backend="triton",  # a model with attention sinks refuses others; its kernels are not used
         moe_runner_backend="triton",  # with others SGLang may transpose the weights of experts
         sampling_backend="pytorch",
         disable_custom_all_reduce=True,
@@ -324,3 +322,14 @@ def unloaded_model(
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
     runtime_context.reset_context()
+
+
+def _server_arguments(**arguments: Any) -> Any:
+    """Returns SGLang's arguments with a backend of attention that it permits for the model."""
+    from sglang.srt.server_args import ServerArgs
+
+    # Kernels are not used, but models with attention sinks refuse all others, and those with short convolutions Triton.
+    try:
+        return ServerArgs(**arguments, attention_backend="triton")
+    except AssertionError:
+        return ServerArgs(**arguments, attention_backend="torch_native")
