@@ -99,8 +99,11 @@ def check_module(packed: PackedModule, reader: RowsReader, shard: TokenShard, dt
     for tokens in (torch.cat([row, begun, row]), row):  # PROBED_ROWS
         rows = Batch(torch.full((len(tokens) // PROBED,), PROBED), {"tokens": tokens})
         rows["loss_mask"] = torch.ones(len(tokens), dtype=torch.bool)
-        micro = reader.micro_batch(rows, shard, device.current_device(), len(rows))
-        outputs += packed(micro, 1.0, LOGPROBS)[0].unflatten(0, (len(rows), -1))
+        try:
+            micro = reader.micro_batch(rows, shard, device.current_device(), len(rows))
+            outputs += packed(micro, 1.0, LOGPROBS)[0].unflatten(0, (len(rows), -1))
+        except Exception as error:  # of any kind: it is the code of any family, and of its processor of images
+            raise UserError(f"{where}: its module does not run ({one_line(error)}). Use another model.") from error
         attended = micro.packed.attended
         kinds = tuple({type(part) for part in attended})
         missed = [n for n, p in packed.module.named_modules() if isinstance(p, kinds) and p not in attended]

@@ -138,9 +138,14 @@ def narrow_module(config: PretrainedConfig, attention: str = "eager") -> PreTrai
     generator, trained = torch.Generator().manual_seed(0), dict(module.named_parameters())
     with torch.no_grad():
         for name, tensor in {**trained, **module.state_dict(keep_vars=True)}.items():
-            if name in trained or not isinstance(tensor, nn.Parameter):
+            if name in trained or (not isinstance(tensor, nn.Parameter) and _is_filled_later(tensor)):
                 _vary(tensor, generator)
     return module.eval().requires_grad_(False)
+
+
+def _is_filled_later(buffer: Tensor) -> bool:
+    """Returns whether a buffer has no values of its own yet: others, such as a causal decay, are of the family."""
+    return bool((buffer == buffer.flatten()[:1]).all())
 
 
 def _vary(tensor: Tensor, generator: torch.Generator) -> None:
@@ -299,13 +304,13 @@ class _Scale:
             kept = math.lcm(kept, fewer)
         widths = [v for k, v in config.to_dict().items() if _is_head_width(k) and isinstance(v, int) and v]
         widths += [] if _known(config, "head_dim") else [hidden // heads]
-        # A divisor of all of them, and pairs for rotary embedding.
-        common = math.gcd(*widths)
+        # A divisor of all of them that leaves pairs for rotary embedding, and pairs of pairs for that of images.
+        common, paired = math.gcd(*widths), 2 if min(widths) % SMALLEST else SMALLEST
         by_width = max(
             (
                 n
                 for n in range(1, min(max(widths) // head_width, min(widths) // SMALLEST) + 1)
-                if common % n == 0 and min(widths) // n % 2 == 0
+                if common % n == 0 and min(widths) // n % paired == 0
             ),
             default=1,
         )
