@@ -47,8 +47,8 @@ ALWAYS_NEEDED: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "qwen4_exp_text": {
         "indexer_n_heads": 16,
-        "indexer_kv_heads": 2,
-        "indexer_head_dim": 128,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 256,
         "indexer_budget": 2048,
         "indexer_compress_ratio": 4,
     },

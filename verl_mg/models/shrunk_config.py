@@ -41,6 +41,7 @@ ORDINARY_TOKENS = (4, 200)  # special ones, such as placeholders of images, have
 EXPERTS, CHOSEN_EXPERTS, EXPERT_GROUPS = 8, 2, 2  # the most of a copy; two groups of four, from which two are chosen
 SELECTED = 4  # keys, or blocks of keys, that sparse attention selects in a copy: always fewer than a row has
 HEADS = 4  # query heads of a copy
+INDEX_HEADS = 16  # the most heads that score keys in a copy: of few, the scores are often all zero, and keys equal
 WIDTHS_OF_HEADS = (16, 32, 64)  # of the widest head: the first with which a family builds
 MULTIPLE = 16  # of which widths are multiples
 SMALLEST = 4  # the smallest width: rotary embedding needs pairs
@@ -53,6 +54,7 @@ INDICES = re.compile(r"index$|idx$|^training$")
 VOCABULARIES = re.compile(r"vocab")
 TOKENS = re.compile(r"token_(id|ids|index)$|_(token|tokens)$")
 KV_HEADS = re.compile(r"num_key_value_heads|num_kv_heads|kv_n_heads|num_query_groups|multi_query_group_num")
+INDEXERS = re.compile(r"^index_n_heads$")
 HEAD_COUNTS = re.compile(r"heads?(_per_layer)?$")
 GROUPS = re.compile(r"^(o_groups|n_groups|\w*n_?groups)$")
 HEAD_WIDTHS = re.compile(r"head_?dim$|d_head$|dim_head$|head_size$|kv_channels|rotary_dim|query_pre_attn_scalar")
@@ -354,6 +356,8 @@ class _Scale:
             return min(value, 8)
         if KV_HEADS.fullmatch(name) and self.kv_heads:
             return self.kv_heads
+        if INDEXERS.search(name) and value > HEADS:
+            return min(value, INDEX_HEADS)
         if HEAD_COUNTS.search(name):
             return max(1, int(value / self.heads))
         if GROUPS.search(name):
