@@ -37,6 +37,14 @@ STDS = {"hrm_text": 0.05}
 SEED = 7
 MEDIA = {f"{name}_token": f"<{name}>" for name in ("image", "boi", "eoi", "video", "audio", "vision_start", "vision_end")}
 """Tokens of images and sounds by the names with which processors ask a tokenizer for them."""
+QWEN4 = {
+    "indexer_n_heads": 16,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 256,
+    "indexer_budget": 2048,
+    "indexer_compress_ratio": 4,
+}
+COMPASS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [22, 22, 20]}
 ALWAYS_NEEDED: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
@@ -45,17 +53,13 @@ ALWAYS_NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 16,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 256,
-        "indexer_budget": 2048,
-        "indexer_compress_ratio": 4,
-    },
+    "qwen4_exp": {"text_config": QWEN4},
+    "qwen4_exp_text": QWEN4,
     "gemma3": {"mm_tokens_per_image": 49},  # of 14 * 14 patches of its tower's default
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": COMPASS}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "reformer": {"is_decoder": True},
+    "xmod": {"is_decoder": True, "default_language": "en_XX"},
 }
 """Fields without which the configuration of a family builds no module that runs."""
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from logging import CRITICAL
 from typing import TYPE_CHECKING, Any
 
@@ -328,6 +329,9 @@ class _Scale:
             return value
         if isinstance(value, list | tuple) and name.endswith("_factor"):  # one for each pair of rotary embedding
             return list(value[:: self.head_width])
+        if isinstance(value, list | tuple) and name.endswith("_section"):  # pairs with the position in time, height, ..
+            ends = [round(sum(value[:n]) / self.head_width) for n in range(len(value) + 1)]
+            return [end - start for start, end in pairwise(ends)]
         if isinstance(value, list | tuple):
             return [self.field(name, each) for each in value] if not VOCABULARIES.search(name) else value
         if isinstance(value, Mapping):  # bounds of kinds of layers, or fields
