@@ -306,7 +306,7 @@ class _Scale:
         if fewer and kept % fewer:
             kept = math.lcm(kept, fewer)
         widths = [v for k, v in config.to_dict().items() if _is_head_width(k) and isinstance(v, int) and v]
-        widths += [] if _known(config, "head_dim") else [hidden // heads]
+        widths += [] if widths and _known(config, "head_dim") else [hidden // heads]
         # A divisor of all of them that leaves pairs for rotary embedding, and pairs of pairs for that of images.
         common, paired = math.gcd(*widths), 2 if min(widths) % SMALLEST else SMALLEST
         by_width = max(
