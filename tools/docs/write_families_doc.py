@@ -134,7 +134,11 @@ def markdown(lines: Sequence[Line], about: str) -> str:
     """Returns the document; `about` says when and with which versions the results were measured."""
     by_family: dict[str, dict[str, Line]] = defaultdict(dict)
     for line in lines:
-        by_family[line["family"]][line["check"]] = line
+        outcomes = by_family[line["family"]]
+        outcomes[line["check"]] = line
+        for check, needed in NEEDS.items():
+            if line["check"] == needed and line["outcome"] != "works":  # it continued what no longer works
+                outcomes.pop(check, None)
     built = {
         family: outcomes for family, outcomes in sorted(by_family.items()) if outcomes[BUILD]["outcome"] == "works"
     }

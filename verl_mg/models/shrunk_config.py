@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from logging import CRITICAL
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ ORDINARY_TOKENS = (4, 200)  # special ones, such as placeholders of images, have
 EXPERTS, CHOSEN_EXPERTS, EXPERT_GROUPS = 8, 2, 2  # the most of a copy; two groups of four, from which two are chosen
 SELECTED = 4  # keys, or blocks of keys, that sparse attention selects in a copy: always fewer than a row has
 HEADS = 4  # query heads of a copy
+INDEX_HEADS = 16  # the most heads that score keys in a copy: of few, the scores are often all zero, and keys equal
 WIDTHS_OF_HEADS = (16, 32, 64)  # of the widest head: the first with which a family builds
 MULTIPLE = 16  # of which widths are multiples
 SMALLEST = 4  # the smallest width: rotary embedding needs pairs
@@ -53,6 +55,7 @@ INDICES = re.compile(r"index$|idx$|^training$")
 VOCABULARIES = re.compile(r"vocab")
 TOKENS = re.compile(r"token_(id|ids|index)$|_(token|tokens)$")
 KV_HEADS = re.compile(r"num_key_value_heads|num_kv_heads|kv_n_heads|num_query_groups|multi_query_group_num")
+INDEXERS = re.compile(r"^index_n_heads$")
 HEAD_COUNTS = re.compile(r"heads?(_per_layer)?$")
 GROUPS = re.compile(r"^(o_groups|n_groups|\w*n_?groups)$")
 HEAD_WIDTHS = re.compile(r"head_?dim$|d_head$|dim_head$|head_size$|kv_channels|rotary_dim|query_pre_attn_scalar")
@@ -146,9 +149,14 @@ def narrow_module(config: PretrainedConfig, attention: str = "eager") -> PreTrai
     generator, trained = torch.Generator().manual_seed(0), dict(module.named_parameters())
     with torch.no_grad():
         for name, tensor in {**trained, **module.state_dict(keep_vars=True)}.items():
-            if name in trained or not isinstance(tensor, nn.Parameter):
+            if name in trained or (not isinstance(tensor, nn.Parameter) and _is_filled_later(tensor)):
                 _vary(tensor, generator)
     return module.eval().requires_grad_(False)
+
+
+def _is_filled_later(buffer: Tensor) -> bool:
+    """Returns whether a buffer has no values of its own yet: others, such as a causal decay, are of the family."""
+    return bool((buffer == buffer.flatten()[:1]).all())
 
 
 def _vary(tensor: Tensor, generator: torch.Generator) -> None:
@@ -318,14 +326,14 @@ class _Scale:
         if fewer and kept % fewer:
             kept = math.lcm(kept, fewer)
         widths = [v for k, v in config.to_dict().items() if _is_head_width(k) and isinstance(v, int) and v]
-        widths += [] if _known(config, "head_dim") else [hidden // heads]
-        # A divisor of all of them, and pairs for rotary embedding.
-        common = math.gcd(*widths)
+        widths += [] if widths and _known(config, "head_dim") else [hidden // heads]
+        # A divisor of all of them that leaves pairs for rotary embedding, and pairs of pairs for that of images.
+        common, paired = math.gcd(*widths), 2 if min(widths) % SMALLEST else SMALLEST
         by_width = max(
             (
                 n
                 for n in range(1, min(max(widths) // head_width, min(widths) // SMALLEST) + 1)
-                if common % n == 0 and min(widths) // n % 2 == 0
+                if common % n == 0 and min(widths) // n % paired == 0
             ),
             default=1,
         )
@@ -341,6 +349,9 @@ class _Scale:
             return value
         if isinstance(value, list | tuple) and name.endswith("_factor"):  # one for each pair of rotary embedding
             return list(value[:: self.head_width])
+        if isinstance(value, list | tuple) and name.endswith("_section"):  # pairs with the position in time, height, ..
+            ends = [round(sum(value[:n]) / self.head_width) for n in range(len(value) + 1)]
+            return [end - start for start, end in pairwise(ends)]
         if isinstance(value, list | tuple):
             return [self.field(name, each) for each in value] if not VOCABULARIES.search(name) else value
         if isinstance(value, Mapping):  # bounds of kinds of layers, or fields
@@ -369,6 +380,8 @@ class _Scale:
             return min(value, 8)
         if KV_HEADS.fullmatch(name) and self.kv_heads:
             return self.kv_heads
+        if INDEXERS.search(name) and value > HEADS:
+            return min(value, INDEX_HEADS)
         if HEAD_COUNTS.search(name):
             return max(1, int(value / self.heads))
         if GROUPS.search(name):
