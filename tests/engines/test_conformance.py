@@ -17,6 +17,7 @@ from tests.helpers.engines import (
     SGLANG,
     VERSION,
     VLLM,
+    VLLM_NIGHTLY,
     all_of,
     bring_weights,
     cut_short,
@@ -26,7 +27,6 @@ from tests.helpers.engines import (
     requests,
     workers_of,
 )
-from tests.helpers.tiny_models import nightly
 from verl_mg.engines.engine import EngineDiedError, Request, Sample, Sampling, count_metrics
 from verl_mg.engines.engine_options import AdapterSettings
 from verl_mg.engines.kinds import PROCESSES
@@ -44,9 +44,7 @@ GREEDY = Sampling(max_new_tokens=LENGTH, temperature=0.0)
 
 of_all = pytest.mark.parametrize("started", ["hf", SGLANG, VLLM, SECOND_RUNNER], indirect=True, scope="package")
 of_processes = pytest.mark.parametrize("started", [SGLANG, VLLM, SECOND_RUNNER], indirect=True, scope="package")
-with_padding = pytest.mark.parametrize(
-    "started", [SGLANG, *nightly(VLLM, SECOND_RUNNER)], indirect=True, scope="package"
-)
+with_padding = pytest.mark.parametrize("started", [SGLANG, VLLM_NIGHTLY, SECOND_RUNNER], indirect=True, scope="package")
 with_seeds = pytest.mark.parametrize("started", ["hf", VLLM, SECOND_RUNNER], indirect=True, scope="package")
 
 
