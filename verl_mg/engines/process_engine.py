@@ -56,7 +56,8 @@ LOG_TAIL_LINES = 12  # lines of an engine's log in an error message
 NOISE = "Ignore import error when loading"
 # Last line of a traceback, which vLLM's processes write after their names.
 EXCEPTION = re.compile(r"(?:^|[])] )((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$")
-CONSEQUENCE = "initialization failed"  # in the exceptions of vLLM's processes that start another one
+CONSEQUENCE = "root cause"  # in the exceptions of vLLM's processes that another one has ended
+MESSAGE_CHARACTERS = 300  # the most of an exception in an error
 START_SECONDS = 1800.0
 CALL_SECONDS = 600.0  # time limits of the start of an engine, and of a call
 IDLE_SECONDS = 60.0  # time limit of an engine for ending its requests when they are aborted
@@ -120,9 +121,7 @@ class EngineProcess:
         except queue.Empty:
             problem = f"{self._engine}: the engine did not start within {timeout:.0f} s"
         self.kill()
-        if error := self._logged_error():
-            raise UserError(f"{problem}: {error}. See its log {self._log}, or set rollout.engine=hf.")
-        raise UserError(f"{problem}. See its log {self._log}, which ends:{self.log_tail()}")
+        raise UserError(f"{problem}{self._why()}. Correct what it says, or set rollout.engine=hf.")
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message; a process that has ended is reported by the inbox instead."""
@@ -134,6 +133,12 @@ class EngineProcess:
         with self._log.open(errors="replace") as lines:
             kept = deque((line for line in lines if line.strip() and NOISE not in line), LOG_TAIL_LINES)
         return "".join(f"\n  {line.rstrip()}" for line in kept)
+
+    def _why(self) -> str:
+        """Returns what the log says about the end of the process: an exception, or else its last lines."""
+        if error := self._logged_error():
+            return f": {error[:MESSAGE_CHARACTERS]} (its log: {self._log})"
+        return f"; its log {self._log} ends:{self.log_tail()}"
 
     def _logged_error(self) -> str:
         """Returns the last exception of the log, with the line of the program where it says nothing; else nothing."""
@@ -149,7 +154,7 @@ class EngineProcess:
     def died(self) -> EngineDiedError:
         """Returns the exception to raise when the stream has ended."""
         self.kill()
-        return EngineDiedError(f"the engine's process ended{self._reason}; its log {self._log} ends:{self.log_tail()}")
+        return EngineDiedError(f"the engine's process ended{self._reason}{self._why()}")
 
     def close(self, timeout: float = 20.0) -> None:
         """Waits for the engine to end, and kills it after `timeout` seconds."""
