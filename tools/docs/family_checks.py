@@ -55,7 +55,10 @@ QWEN4 = {
 }
 COMPASS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [22, 22, 20]}
 ALWAYS_NEEDED: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3},
+    "deepseek_v2": {
+        **{"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3},
+        "topk_method": "group_limited_greedy",  # with groups, which engines read, the default would ignore them
+    },
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 4},

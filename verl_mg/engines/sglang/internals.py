@@ -274,6 +274,7 @@ def unloaded_model(
     from sglang.srt.layers.moe import initialize_moe_config
     from sglang.srt.model_loader.loader import _initialize_model
     from sglang.srt.model_loader.utils import set_default_torch_dtype
+    from sglang.srt.server_args import ServerArgs
 
     library().check()
     # GPU: nothing else: traces run on the CPU there too.
@@ -281,7 +282,7 @@ def unloaded_model(
     # GPU-RAN: not yet
     if not torch.cuda.is_available():
         default_to_the_cpu()
-    arguments = _server_arguments(
+    options: dict[str, Any] = dict(
         model_path=model_dir,
         device="cpu",
         dtype="float32",
@@ -302,7 +303,13 @@ def unloaded_model(
     # SGLang reads the capability of a GPU for sparse attention, whatever the device is.
     asked = {} if torch.cuda.is_available() else {"get_device_capability": lambda device=None: (9, 0)}
     with library().replaced(torch.cuda, **asked):
-        runtime_context.publish(arguments, role="scheduler", ranks=ranks)
+        # Kernels of attention are not used. Models with sinks refuse others, those with short convolutions this one.
+        arguments = ServerArgs(**options, attention_backend="triton")
+        try:
+            runtime_context.publish(arguments, role="scheduler", ranks=ranks)
+        except AssertionError:
+            arguments = ServerArgs(**options, attention_backend="torch_native")
+            runtime_context.publish(arguments, role="scheduler", ranks=ranks)
     parallel_state.init_distributed_environment(
         layout.ranks, rank, f"file://{store.absolute()}", local_rank=rank, backend="gloo"
     )
@@ -322,14 +329,3 @@ def unloaded_model(
     parallel_state.destroy_model_parallel()
     parallel_state.destroy_distributed_environment()
     runtime_context.reset_context()
-
-
-def _server_arguments(**arguments: Any) -> Any:
-    """Returns SGLang's arguments with a backend of attention that it permits for the model."""
-    from sglang.srt.server_args import ServerArgs
-
-    # Kernels are not used, but models with attention sinks refuse all others, and those with short convolutions Triton.
-    try:
-        return ServerArgs(**arguments, attention_backend="triton")
-    except AssertionError:
-        return ServerArgs(**arguments, attention_backend="torch_native")
