@@ -54,7 +54,7 @@ class ImageProcessor:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None  # whoever reads the model reports it
-        if not isinstance(config, dict) or "vision_config" not in config:
+        if not isinstance(config, dict) or config.get("vision_config") is None:
             return None
         from transformers import AutoProcessor
 

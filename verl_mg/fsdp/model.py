@@ -34,8 +34,9 @@ from verl_mg.fsdp.output import LogitScale, body_of, read_logit_scale
 from verl_mg.fsdp.packed_rows import NAME as ATTENTION
 from verl_mg.fsdp.packed_rows import ModuleCall, PackedRows
 from verl_mg.fsdp.shard_map import ParameterSplit
-from verl_mg.fsdp.vision import embed_and_run, marks_images
+from verl_mg.fsdp.vision import embed_and_run, marks_images, takes_features
 from verl_mg.layout import Layout
+from verl_mg.models.hf_config import other_choice
 from verl_mg.models.transformers_module import has_images, meta_module, read_module_config, text_fields
 from verl_mg.sharding.model_table import Head
 from verl_mg.training.logprobs import EVERYTHING, OutputLayer, TokenOutputs, VocabularyShard
@@ -121,6 +122,11 @@ def module_of(config: Any, model_dir: Path, head: Head, dtype: torch.dtype, is_p
     if is_packed:
         config._attn_implementation = {"text_config": ATTENTION} if has_images(config) else ATTENTION
     module: Any = meta_module(config, model_dir, dtype)
+    if has_images(config) and not takes_features(body_of(module)):
+        raise UserError(
+            f"{model_dir / 'config.json'}: {type(module).__name__} of transformers does not take features of images "
+            f"that are computed once for several rows. {other_choice(model_dir)}"
+        )
     if has_images(config) and marks_images(module.base_model):
         # Tokens of an image attend to each other: by transformers' masks of all pairs of tokens.
         module.set_attn_implementation("sdpa")
