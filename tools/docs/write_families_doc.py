@@ -34,7 +34,14 @@ NEEDS = {"resume": "train"}
 UNTRIED = "-"
 RANKS = {"tp2": 2}
 TIMEOUT_S = 600  # of a check; an engine may compile kernels
-PRELOADED = ("verl_mg.cli", "verl_mg.run.loop", "verl_mg.fsdp.model_runner", "tools.docs.family_checks")
+PRELOADED = (
+    "verl_mg.cli",
+    "verl_mg.run.loop",
+    "verl_mg.fsdp.model_runner",
+    "tools.docs.family_checks",
+    "matplotlib.backends.backend_agg",
+    "pandas",
+)
 INTRODUCTION = """\
 # Families of transformers
 
