@@ -237,31 +237,27 @@ def test_module_with_a_layer_that_reads_no_rows_or_fails_is_refused(tmp_path, mo
         check_module(packed, RowsReader(1, True), TokenShard(1, 1), torch.float32, "config.json")
 
 
-def of_each_row(function, lengths_of):
-    """A function of tokens that starts anew with each row, as kernels of GPUs do, which are told where rows begin."""
+def of_each_row(function, ends, lengths, along):
+    """A function of tokens that starts anew with each row, as kernels of GPUs do, whose option `ends` has the rows."""
 
-    def kernel(first, *arguments, **options):
-        lengths, along = lengths_of(options)
-        parts = [x.split(lengths, along) if isinstance(x, torch.Tensor) and x.dim() > 2 else None for x in arguments]
-        named = {name: value for name, value in options.items() if isinstance(value, torch.Tensor) and value.dim() > 2}
-        results = []
-        for number, part in enumerate(first.split(lengths, along)):
-            of_row = [given if p is None else p[number] for given, p in zip(arguments, parts, strict=True)]
-            more = {name: value.split(lengths, along)[number] for name, value in named.items()}
-            results.append(function(part, *of_row, **{**options, **more}))
-        if isinstance(results[0], tuple):
+    def kernel(*arguments, **options):
+        if options.get(ends) is None:  # of a single row
+            return function(*arguments, **options)
+        sizes = lengths(options[ends])
+
+        def row(number, value):
+            has_tokens = isinstance(value, torch.Tensor) and value.dim() > 2
+            return value.split(sizes, along)[number] if has_tokens else value
+
+        results = [
+            function(*(row(n, x) for x in arguments), **{name: row(n, x) for name, x in options.items()})
+            for n in range(len(sizes))
+        ]
+        if isinstance(results[0], tuple):  # with the last state, which training does not use
             return torch.cat([output for output, _ in results], along), None
         return torch.cat(results, along)
 
     return kernel
-
-
-def by_number(options):
-    return options["seq_idx"][0].bincount().tolist(), 2
-
-
-def by_ends(options):
-    return options["cu_seqlens"].diff().tolist(), 1
 
 
 @pytest.mark.nightly
@@ -269,8 +265,11 @@ def test_layers_with_a_state_are_packed_with_kernels_that_read_where_rows_begin(
     """As with causal-conv1d and flash-linear-attention on a GPU."""
     model = saved(tmp_path, "qwen3_next", {})
     assert not FamilyCheck(model, "language", 1024).form().is_packed
-    for name, lengths in (("causal_conv1d_fn", by_number), ("torch_chunk_gated_delta_rule", by_ends)):
-        monkeypatch.setattr(modeling_qwen3_next, name, of_each_row(getattr(modeling_qwen3_next, name), lengths))
+    for name, *rows in (
+        ("causal_conv1d_fn", "seq_idx", lambda numbers: numbers[0].bincount().tolist(), 2),
+        ("torch_chunk_gated_delta_rule", "cu_seqlens", lambda ends: ends.diff().tolist(), 1),
+    ):
+        monkeypatch.setattr(modeling_qwen3_next, name, of_each_row(getattr(modeling_qwen3_next, name), *rows))
     assert FamilyCheck(model, "language", 1024).form().is_packed
 
 
