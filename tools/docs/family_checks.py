@@ -35,7 +35,9 @@ STD = 0.2  # of the weights: so large that every part of the network shows in it
 # Twelve passes through the same layers: at 0.2 the family's float32 is 7e-3 nats from its float64.
 STDS = {"hrm_text": 0.05}
 SEED = 7
-MEDIA = {f"{name}_token": f"<{name}>" for name in ("image", "boi", "eoi", "video", "audio", "vision_start", "vision_end")}
+MEDIA = {
+    f"{name}_token": f"<{name}>" for name in ("image", "boi", "eoi", "video", "audio", "vision_start", "vision_end")
+}
 """Tokens of images and sounds by the names with which processors ask a tokenizer for them."""
 QWEN4 = {
     "indexer_n_heads": 16,
@@ -94,6 +96,9 @@ def make_model(family: str, folder: Path) -> Outcome:
     tokenizer = character_tokenizer("0123456789+-*/= abcdefgh", MEDIA.values(), named=MEDIA)
     for part in (copy, copy.get_text_config(decoder=True)):
         part.pad_token_id, part.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+        for name, word in MEDIA.items():
+            for field in {f"{name}_id", f"{name}_index"} & vars(part).keys():
+                setattr(part, field, tokenizer.convert_tokens_to_ids(word))
         if hasattr(part, "initializer_range"):
             part.initializer_range = STDS.get(family, STD)
     torch.manual_seed(SEED)
