@@ -113,6 +113,9 @@ def make_model(family: str, folder: Path) -> Outcome:
     parts = (copy, copy.get_text_config(decoder=True))
     for part in parts:
         part.pad_token_id, part.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
+        for name, word in MEDIA.items():
+            for field in {f"{name}_id", f"{name}_index"} & vars(part).keys():
+                setattr(part, field, tokenizer.convert_tokens_to_ids(word))
     for std in (STDS.get(family, STD), *SMALLER_STDS):
         for part in parts:
             if hasattr(part, "initializer_range"):

@@ -35,7 +35,14 @@ NEEDS = {"resume": "train"}
 UNTRIED = "-"
 RANKS = {"tp2": 2}
 TIMEOUT_S = 600  # of a check; an engine may compile kernels
-PRELOADED = ("verl_mg.cli", "verl_mg.run.loop", "verl_mg.fsdp.model_runner", "tools.docs.family_checks")
+PRELOADED = (
+    "verl_mg.cli",
+    "verl_mg.run.loop",
+    "verl_mg.fsdp.model_runner",
+    "tools.docs.family_checks",
+    "matplotlib.backends.backend_agg",
+    "pandas",
+)
 INTRODUCTION = """\
 # Families of transformers
 
@@ -50,6 +57,13 @@ one family with `--only FAMILY`.
 - GRPO, export: two iterations with the engine hf, whose log-probs are the trainer's, and the exported model loads;
   resume: a third iteration from the checkpoint, where there is one
 - *refused*: in one line before training; the reasons are below. *-*: not tried
+
+Layers with a state are unpacked here, for torch's code on CPUs does not read where rows begin. Kernels of GPUs do,
+where `transformers` passes it on: `causal-conv1d` with `flash-linear-attention` for Qwen3-Next, Qwen3.5, Qwen4 and OLMo
+hybrid, `causal-conv1d` with `mamba-ssm` for Mamba-2 (Bamba, Falcon-H1, Granite hybrid, Nemotron-H, Zamba2), and
+`causal-conv1d` for LFM2 and Inkling. Every job gives modules these arguments: its check chooses packed rows where the
+kernels are installed, as a test has it with functions that compute each row by itself. `transformers` does not pass
+them on to the kernels of Kimi-Linear, Jamba, Mamba and Zamba, whose rows are unpacked on GPUs too.
 """
 
 OF_ENGINES = "- SGLang, vLLM: an iteration with the engine, whose log-probs are the trainer's\n"

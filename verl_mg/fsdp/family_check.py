@@ -103,8 +103,8 @@ def check_module(packed: PackedModule, reader: RowsReader, shard: TokenShard, dt
         try:
             micro = reader.micro_batch(rows, shard, device.current_device(), len(rows))
             outputs += packed(micro, 1.0, LOGPROBS)[0].unflatten(0, (len(rows), -1))
-        except Exception as error:  # of any kind: it is the code of any family, and of its processor of images
-            raise UserError(f"{where}: its module does not run ({one_line(error)}). Use another model.") from error
+        except Exception as failure:  # of any kind: it is the code of any family, and of its processor of images
+            raise UserError(f"{where}: its module does not run ({one_line(failure)}). Use another model.") from failure
         attended = micro.packed.attended
         kinds = tuple({type(part) for part in attended})
         missed = [n for n, p in packed.module.named_modules() if isinstance(p, kinds) and p not in attended]
@@ -253,7 +253,9 @@ class FamilyCheck:
         except UserError as error:  # some families build only the attention that they know
             cause = error.__cause__ or error
             is_replaced = not (isinstance(cause, KeyError) and ATTENTION in cause.args)
-            what = f"it does not build: {one_line(cause)}" if is_replaced else "transformers cannot replace its attention"
+            what = (
+                f"it does not build: {one_line(cause)}" if is_replaced else "transformers cannot replace its attention"
+            )
             raise DifferenceError(what) from error
         scale = logit_scale_of(module, self._head, self._dir)
         summed = shard_tensors(module, groups.tensor_mesh if groups else None, self._reference.where)

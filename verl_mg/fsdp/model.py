@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from verl_mg.fsdp.shard_map import ParameterSplit
 from verl_mg.fsdp.vision import embed_and_run, marks_images, takes_features
 from verl_mg.layout import Layout
 from verl_mg.models.hf_config import other_choice
-from verl_mg.models.transformers_module import has_images, meta_module, read_module_config, text_fields
+from verl_mg.models.transformers_module import has_images, meta_module, read_module_config, takes, text_fields
 from verl_mg.sharding.model_table import Head
 from verl_mg.training.logprobs import EVERYTHING, OutputLayer, TokenOutputs, VocabularyShard
 from verl_mg.training.microbatch import MicroBatch
@@ -101,12 +100,6 @@ class PackedModule(nn.Module):
         rows = -(-vocab // self._ranks.count)
         first = min(self._ranks.index * rows, vocab)
         return VocabularyShard(first, min(rows, vocab - first), self._ranks.group)
-
-
-def takes(body: nn.Module, argument: str) -> bool:
-    """Returns whether a module's `forward` has an argument of a name."""
-    parameters = signature(body.forward).parameters
-    return argument in parameters or any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def build_module(model_dir: Path, head: Head, dtype: torch.dtype, is_packed: bool = True) -> Any:

@@ -11,7 +11,6 @@ whole depth.
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl_mg.errors import UserError, one_line
 from verl_mg.models.tiny_model import CHOICES as INTEGERS
-from verl_mg.models.transformers_module import module_class, text_fields
+from verl_mg.models.transformers_module import module_class, takes, text_fields
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -57,7 +56,7 @@ TOKENS = re.compile(r"token_(id|ids|index)$|_(token|tokens)$")
 KV_HEADS = re.compile(r"num_key_value_heads|num_kv_heads|kv_n_heads|num_query_groups|multi_query_group_num")
 INDEXERS = re.compile(r"^index_n_heads$")
 HEAD_COUNTS = re.compile(r"heads?(_per_layer)?$")
-GROUPS = re.compile(r"^(o_groups|n_groups|\w*n_?groups)$")
+GROUPS = re.compile(r"^(o_groups|n_groups|\w*n_?groups|index_kpool)$")
 HEAD_WIDTHS = re.compile(r"head_?dim$|d_head$|dim_head$|head_size$|kv_channels|rotary_dim|query_pre_attn_scalar")
 CHOICES = re.compile(r"experts_per_tok(en)?$|^moe_(k|topk|top_k)$|^top_k_experts$")
 EXPERT_COUNTS = re.compile(r"(num|n)_(\w+_)?experts$|zero_expert_num")
@@ -155,7 +154,7 @@ def narrow_module(config: PretrainedConfig, attention: str = "eager") -> PreTrai
 
 
 def _is_filled_later(buffer: Tensor) -> bool:
-    """Returns whether a buffer has no values of its own yet: others, such as a causal decay, are of the family."""
+    """Returns whether a buffer waits for its values: one with several, such as a causal decay, has the family's."""
     return bool((buffer == buffer.flatten()[:1]).all())
 
 
@@ -175,7 +174,7 @@ def _vary(tensor: Tensor, generator: torch.Generator) -> None:
 
 def row_logits(module: Any, ids: Tensor) -> Tensor:
     """Returns the logits (n, t, V) in float32 of whole rows (n, t)."""
-    options = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
+    options = {"use_cache": False} if takes(module, "use_cache") else {}
     logits: Tensor = module(input_ids=ids, **options).logits
     return logits.float()
 
