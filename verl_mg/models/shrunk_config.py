@@ -291,7 +291,7 @@ class _Bounds:
 
 @dataclass(frozen=True)
 class _Target:
-    """What the sizes of all parts of a copy are chosen by."""
+    """Widths and bounds by which the sizes of all parts of a copy are chosen."""
 
     bounds: _Bounds
     divisor: int  # of the number of heads
