@@ -1,6 +1,8 @@
 """Images of records in all their forms become the tokens and inputs that the model's own processor makes of them."""
 
 import base64
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,15 @@ def test_image_that_is_cut_short_is_found_when_it_is_loaded(tmp_path):
     (prompt,) = read(data_file(tmp_path, {"prompt": "<image>", "images": data_url(WIDE.data[: len(WIDE.data) // 2])}))
     with pytest.raises(UserError, match=r"^\S*data\.jsonl:1: image 1 of 'images': not a readable image"):
         prompt.load_images()
+
+
+def test_processor_of_another_model_is_refused(tmp_path):
+    """Its token of an image is one that the model reads as text."""
+    folder = shutil.copytree(vision_model("qwen2_5_vl"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"image_token_id": 5}))
+    with pytest.raises(UserError, match=r"config\.json: features of images replace the token 5, but the processor"):
+        ImageProcessor.read(folder)
 
 
 def test_images_of_a_text_model_are_refused(tmp_path):

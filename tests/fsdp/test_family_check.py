@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed._composable import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import CONFIG_MAPPING
+from transformers.models.qwen3_next import modeling_qwen3_next
 
 from tests.helpers.tiny_models import nightly, random_rows, tiny_model
 from verl_mg.choice import Choice
@@ -16,7 +17,15 @@ from verl_mg.errors import UserError
 from verl_mg.fsdp import family_check, packed_rows
 from verl_mg.fsdp.family_check import PROBED, PROBED_ROWS, FamilyCheck, FamilyChecks, check_module, form_on_ranks
 from verl_mg.fsdp.mesh import MeshGroups, TensorRanks
-from verl_mg.fsdp.model import PackedModule, layer_blocks, logit_scale_of, module_of, recompute_layers, sharded_blocks
+from verl_mg.fsdp.model import (
+    PackedModule,
+    build_module,
+    layer_blocks,
+    logit_scale_of,
+    module_of,
+    recompute_layers,
+    sharded_blocks,
+)
 from verl_mg.fsdp.model_runner import FsdpRunner
 from verl_mg.fsdp.packed_rows import PackedRows, RowsReader
 from verl_mg.layout import Layout, Placement
@@ -60,6 +69,10 @@ NIGHTLY = [
     ("mpt", {}, 1024, "NoneType"),
     ("stablelm", {}, 1024, "pass on"),
     ("gpt_neox_japanese", {}, 1024, "attention"),
+    ("gpt_neo", {}, 1024, "transformers cannot replace its attention"),
+    # A head whose width is computed, and constants of the family among its buffers.
+    ("falcon", {}, 1024, "transformers cannot replace its attention"),
+    ("minimax", {}, 1024, "differs"),
     *((name, {}, 1024, "differs") for name in ("qwen3_5_text", "nemotron_h", "kimi_linear", "jamba", "zaya", "zamba2")),
 ]
 
@@ -206,12 +219,65 @@ def test_module_whose_layers_mix_rows_is_refused(tmp_path):
             check_module(module, RowsReader(1, is_packed), TokenShard(1, 1), torch.float32, "config.json")
 
 
-def test_module_with_a_layer_that_reads_no_rows_is_refused(tmp_path, monkeypatch):
+def fails(**_):
+    raise ValueError("planted")
+
+
+@pytest.mark.parametrize(
+    ("forward", "words"),
+    [
+        (lambda hidden_states, **_: (hidden_states, None), r"layers\.2\.self_attn"),
+        (fails, r"does not run \(ValueError: planted\)"),
+    ],
+)
+def test_module_with_a_layer_that_reads_no_rows_or_fails_is_refused(tmp_path, monkeypatch, forward, words):
     packed = tiny("llama", tmp_path)
-    attention = packed.module.model.layers[2].self_attn
-    monkeypatch.setattr(attention, "forward", lambda hidden_states, **_: (hidden_states, None))
-    with pytest.raises(UserError, match=r"layers\.2\.self_attn"):
+    monkeypatch.setattr(packed.module.model.layers[2].self_attn, "forward", forward)
+    with pytest.raises(UserError, match=words):
         check_module(packed, RowsReader(1, True), TokenShard(1, 1), torch.float32, "config.json")
+
+
+def of_each_row(function, ends, lengths, along):
+    """A function of tokens that starts anew with each row, as kernels of GPUs do, whose option `ends` has the rows."""
+
+    def kernel(*arguments, **options):
+        if options.get(ends) is None:  # of a single row
+            return function(*arguments, **options)
+        sizes = lengths(options[ends])
+
+        def row(number, value):
+            has_tokens = isinstance(value, torch.Tensor) and value.dim() > 2
+            return value.split(sizes, along)[number] if has_tokens else value
+
+        results = [
+            function(*(row(n, x) for x in arguments), **{name: row(n, x) for name, x in options.items()})
+            for n in range(len(sizes))
+        ]
+        if isinstance(results[0], tuple):  # with the last state, which training does not use
+            return torch.cat([output for output, _ in results], along), None
+        return torch.cat(results, along)
+
+    return kernel
+
+
+@pytest.mark.nightly
+def test_layers_with_a_state_are_packed_with_kernels_that_read_where_rows_begin(tmp_path, monkeypatch):
+    """As with causal-conv1d and flash-linear-attention on a GPU."""
+    model = saved(tmp_path, "qwen3_next", {})
+    assert not FamilyCheck(model, "language", 1024).form().is_packed
+    for name, *rows in (
+        ("causal_conv1d_fn", "seq_idx", lambda numbers: numbers[0].bincount().tolist(), 2),
+        ("torch_chunk_gated_delta_rule", "cu_seqlens", lambda ends: ends.diff().tolist(), 1),
+    ):
+        monkeypatch.setattr(modeling_qwen3_next, name, of_each_row(getattr(modeling_qwen3_next, name), *rows))
+    assert FamilyCheck(model, "language", 1024).form().is_packed
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["llama4", "mllama", "phi4_multimodal"])
+def test_module_whose_body_takes_no_features_of_images_is_refused(tmp_path, name):
+    with pytest.raises(UserError, match=r"config\.json: \w+ of transformers does not take features of images"):
+        build_module(saved(tmp_path, name, {}), "language", torch.float32)
 
 
 @pytest.mark.parametrize("name", ["llama", *nightly("jetmoe", "bloom")])

@@ -13,6 +13,7 @@ from verl_mg.errors import UserError
 from verl_mg.models.shrunk_config import LONGEST_ROW, narrow_module, shrink
 from verl_mg.models.transformers_module import module_class
 
+SECTIONS = {"rope_type": "default", "rope_theta": 1e4}
 WIDEST = 400  # elements of the widest matrix of a copy along either dimension
 
 
@@ -48,6 +49,13 @@ def _text(model_type: str, longest_row: int, **fields: Any) -> PretrainedConfig:
             "falcon_h1",
             {"num_hidden_layers": 24, "attention_in_multiplier": 1.5},
             {"num_hidden_layers": 2, "mamba_d_conv": 4, "attention_in_multiplier": 1.5},
+        ),
+        # so many heads score keys that their scores are not all zero: of equal keys a longer row selects others
+        ("deepseek_v32", {}, {"index_n_heads": 16, "num_attention_heads": 4, "index_topk": 4}),
+        (  # pairs of a head whose positions are in time, height and width
+            "cohere_compass_text",
+            {"rope_parameters": {"full_attention": {**SECTIONS, "mrope_section": [22, 22, 20]}}},
+            {"rope_parameters": {"full_attention": {**SECTIONS, "mrope_section": [3, 3, 2]}}},
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -118,6 +126,17 @@ def test_no_token_ends_a_row_of_a_narrow_module() -> None:
     ending = list(range(256))
     module = narrow_module(shrink(CONFIG_MAPPING["llama"](eos_token_id=ending), 64).config)
     assert module.generate(torch.tensor([[5, 6]]), max_new_tokens=9, pad_token_id=0).shape == (1, 11)
+
+
+def test_buffers_that_a_family_computes_stay_and_those_that_training_fills_vary() -> None:
+    decays = narrow_module(shrink(CONFIG_MAPPING["minimax"](), 64).config).model.layers[1].self_attn.diagonal_decay
+    assert not decays.triu(1).any() and (decays.diagonal(dim1=-2, dim2=-1) == 1).all()
+    routers = [
+        buffer
+        for name, buffer in narrow_module(shrink(CONFIG_MAPPING["glm4_moe"](), 64).config).named_buffers()
+        if name.endswith("e_score_correction_bias")
+    ]
+    assert routers and all(len(set(bias.tolist())) == len(bias) for bias in routers)
 
 
 @pytest.mark.nightly

@@ -9,12 +9,17 @@ from pathlib import Path
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.helpers.tiny_models import nightly
 from tools.docs.family_checks import compare_rows, make_model
 from tools.docs.write_families_doc import DOCUMENT, Line, markdown, sweep
 from verl_mg.errors import UserError
 
 OUTCOMES = {"works", "packed", "unpacked", "refused", "-"}
 """What a cell of the document says: nothing crashes, and nothing differs."""
+
+
+FAMILIES = [("cohere", "packed"), ("bloom", "unpacked"), ("electra", "later ones")]
+FAMILIES += nightly(("qwen3_5", "unpacked"), ("gemma3", "packed"), ("xmod", "has a bias"))  # with images, and fields
 
 
 def test_document_has_every_family_with_an_outcome_of_each_check() -> None:
@@ -28,7 +33,7 @@ def test_document_has_every_family_with_an_outcome_of_each_check() -> None:
     assert re.search(r"^Measured on CPUs with transformers [\d.]+, torch \S+, \d{4}-\d\d-\d\d\.$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize("family, form", [("cohere", "packed"), ("bloom", "unpacked"), ("electra", "later ones")])
+@pytest.mark.parametrize("family, form", FAMILIES)
 def test_outcome_of_a_family_is_its_form_or_a_refusal(tmp_path: Path, ranks, family: str, form: str) -> None:
     assert make_model(family, tmp_path / family).outcome == "works"
     ((outcome, detail),) = ranks.run(1, outcome_of_rows, tmp_path / family)
@@ -52,9 +57,10 @@ def test_reasons_that_several_families_have_are_one_line() -> None:
     families = ("one", "two")
     lines = [line(name, "build", "works") for name in families]
     lines += [line(name, "rows", "unpacked", "1e-7 nats; packed: conv differs") for name in families]
+    lines += [line("two", "train", "works"), line("two", "resume", "works"), line("two", "train", "refused", "why")]
     lines += [line("two", "rows", "packed"), line("three", "build", "unbuildable", "no layers")]
     text = markdown(lines, "about")
-    assert "| `one` | unpacked | - | - | - |" in text and "| `two` | packed | - | - | - |" in text
+    assert "| `one` | unpacked | - | - | - |" in text and "| `two` | packed | - | refused | - |" in text
     assert "SGLang" not in text and "- SGLang, vLLM: " in markdown([*lines, line("one", "vllm", "works")], "about")
     assert "- rows, `one`: unpacked, since packed: conv differs" in text and "- `three` (no layers)" in text
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from verl_mg.errors import UserError
 from verl_mg.images import Image, RowImages
+from verl_mg.models.transformers_module import read_module_config
 
 if TYPE_CHECKING:
     from transformers import ProcessorMixin
@@ -54,7 +55,7 @@ class ImageProcessor:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None  # whoever reads the model reports it
-        if not isinstance(config, dict) or "vision_config" not in config:
+        if not isinstance(config, dict) or config.get("vision_config") is None:
             return None
         from transformers import AutoProcessor
 
@@ -68,6 +69,13 @@ class ImageProcessor:
             ) from error
         if not hasattr(processor, "image_processor"):
             raise UserError(f"{folder}: no processor of images. Add preprocessor_config.json and chat_template.jinja.")
+        described = read_module_config(folder).to_dict()
+        given = described.get("image_token_id", described.get("image_token_index"))
+        if given is not None and given not in processor.image_token_ids:
+            raise UserError(
+                f"{folder / 'config.json'}: features of images replace the token {given}, but the processor writes "
+                f"{', '.join(map(str, processor.image_token_ids))} for them. Use the processor of this model."
+            )
         return cls(processor, folder)
 
     @property

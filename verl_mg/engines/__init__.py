@@ -15,3 +15,5 @@ llm_judge                reward by a language model
 """
 
 from verl_mg.engines.engine import Request, RolloutEngine, Sample, Sampling
+
+__all__ = ["Request", "RolloutEngine", "Sample", "Sampling"]

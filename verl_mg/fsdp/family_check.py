@@ -28,6 +28,7 @@ from verl_mg.errors import UserError, one_line
 from verl_mg.fsdp.family_reference import SEED, TOLERANCE, Computed, FamilyReference, joined, recorded
 from verl_mg.fsdp.mesh import MeshGroups, TensorRanks
 from verl_mg.fsdp.model import (
+    ATTENTION,
     PackedModule,
     fit_expert_kernels,
     local_part,
@@ -99,8 +100,11 @@ def check_module(packed: PackedModule, reader: RowsReader, shard: TokenShard, dt
     for tokens in (torch.cat([row, begun, row]), row):  # PROBED_ROWS
         rows = Batch(torch.full((len(tokens) // PROBED,), PROBED), {"tokens": tokens})
         rows["loss_mask"] = torch.ones(len(tokens), dtype=torch.bool)
-        micro = reader.micro_batch(rows, shard, device.current_device(), len(rows))
-        outputs += packed(micro, 1.0, LOGPROBS)[0].unflatten(0, (len(rows), -1))
+        try:
+            micro = reader.micro_batch(rows, shard, device.current_device(), len(rows))
+            outputs += packed(micro, 1.0, LOGPROBS)[0].unflatten(0, (len(rows), -1))
+        except Exception as failure:  # of any kind: it is the code of any family, and of its processor of images
+            raise UserError(f"{where}: its module does not run ({one_line(failure)}). Use another model.") from failure
         attended = micro.packed.attended
         kinds = tuple({type(part) for part in attended})
         missed = [n for n, p in packed.module.named_modules() if isinstance(p, kinds) and p not in attended]
@@ -247,7 +251,12 @@ class FamilyCheck:
         try:
             module = module_of(copy.deepcopy(self._reference.config), self._dir, self._head, torch.float32, is_packed)
         except UserError as error:  # some families build only the attention that they know
-            raise DifferenceError(f"it does not build: {one_line(error.__cause__ or error)}") from error
+            cause = error.__cause__ or error
+            is_replaced = not (isinstance(cause, KeyError) and ATTENTION in cause.args)
+            what = (
+                f"it does not build: {one_line(cause)}" if is_replaced else "transformers cannot replace its attention"
+            )
+            raise DifferenceError(what) from error
         scale = logit_scale_of(module, self._head, self._dir)
         summed = shard_tensors(module, groups.tensor_mesh if groups else None, self._reference.where)
         splits = parameter_splits(module, 1)

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from verl_mg import device
 from verl_mg.batch import Batch
 from verl_mg.errors import UserError, one_line
-from verl_mg.fsdp.model import HEAD, generic, takes
+from verl_mg.fsdp.model import HEAD, generic
 from verl_mg.fsdp.output import body_of
 from verl_mg.models.shrunk_config import LONGEST_ROW, ORDINARY_TOKENS, narrow_module, shrink
-from verl_mg.models.transformers_module import read_module_config
+from verl_mg.models.transformers_module import read_module_config, takes
 from verl_mg.sharding.model_table import Head
 
 TOLERANCE = 1e-5  # of float32 outputs, times the largest of them

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +33,10 @@ from verl_mg.fsdp.output import LogitScale, body_of, read_logit_scale
 from verl_mg.fsdp.packed_rows import NAME as ATTENTION
 from verl_mg.fsdp.packed_rows import ModuleCall, PackedRows
 from verl_mg.fsdp.shard_map import ParameterSplit
-from verl_mg.fsdp.vision import embed_and_run, marks_images
+from verl_mg.fsdp.vision import embed_and_run, marks_images, takes_features
 from verl_mg.layout import Layout
-from verl_mg.models.transformers_module import has_images, meta_module, read_module_config, text_fields
+from verl_mg.models.hf_config import other_choice
+from verl_mg.models.transformers_module import has_images, meta_module, read_module_config, takes, text_fields
 from verl_mg.sharding.model_table import Head
 from verl_mg.training.logprobs import EVERYTHING, OutputLayer, TokenOutputs, VocabularyShard
 from verl_mg.training.microbatch import MicroBatch
@@ -102,12 +102,6 @@ class PackedModule(nn.Module):
         return VocabularyShard(first, min(rows, vocab - first), self._ranks.group)
 
 
-def takes(body: nn.Module, argument: str) -> bool:
-    """Returns whether a module's `forward` has an argument of a name."""
-    parameters = signature(body.forward).parameters
-    return argument in parameters or any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
-
-
 def build_module(model_dir: Path, head: Head, dtype: torch.dtype, is_packed: bool = True) -> Any:
     """Builds the module of a model directory without memory for its parameters, see `module_of`."""
     return module_of(read_module_config(model_dir), model_dir, head, dtype, is_packed)
@@ -121,6 +115,11 @@ def module_of(config: Any, model_dir: Path, head: Head, dtype: torch.dtype, is_p
     if is_packed:
         config._attn_implementation = {"text_config": ATTENTION} if has_images(config) else ATTENTION
     module: Any = meta_module(config, model_dir, dtype)
+    if has_images(config) and not takes_features(body_of(module)):
+        raise UserError(
+            f"{model_dir / 'config.json'}: {type(module).__name__} of transformers does not take features of images "
+            f"that are computed once for several rows. {other_choice(model_dir)}"
+        )
     if has_images(config) and marks_images(module.base_model):
         # Tokens of an image attend to each other: by transformers' masks of all pairs of tokens.
         module.set_attn_implementation("sdpa")

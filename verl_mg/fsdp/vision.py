@@ -117,6 +117,11 @@ def marks_images(body: nn.Module) -> bool:
     return "token_type_ids" in signature(type(body).forward).parameters
 
 
+def takes_features(body: nn.Module) -> bool:
+    """Returns whether a module's `forward` takes features of images that were computed before, see `embed_and_run`."""
+    return "mm_encoder_outputs" in signature(type(body).forward).parameters
+
+
 def embed_and_run(body: Any, images: PackedImages, **options: Any) -> Tensor:
     """Runs the body of a vision-language module: (1, T / cp, h), the last hidden states of this rank's tokens."""
     features = body.get_image_features(**images.inputs, return_dict=True)

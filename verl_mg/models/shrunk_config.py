@@ -11,7 +11,6 @@ whole depth.
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from logging import CRITICAL
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from transformers.utils import logging as transformers_logging
 
 from verl_mg.errors import UserError, one_line
 from verl_mg.models.tiny_model import CHOICES as INTEGERS
-from verl_mg.models.transformers_module import module_class, text_fields
+from verl_mg.models.transformers_module import module_class, takes, text_fields
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -41,6 +41,7 @@ ORDINARY_TOKENS = (4, 200)  # special ones, such as placeholders of images, have
 EXPERTS, CHOSEN_EXPERTS, EXPERT_GROUPS = 8, 2, 2  # the most of a copy; two groups of four, from which two are chosen
 SELECTED = 4  # keys, or blocks of keys, that sparse attention selects in a copy: always fewer than a row has
 HEADS = 4  # query heads of a copy
+INDEX_HEADS = 16  # the most heads that score keys in a copy: of few, the scores are often all zero, and keys equal
 WIDTHS_OF_HEADS = (16, 32, 64)  # of the widest head: the first with which a family builds
 MULTIPLE = 16  # of which widths are multiples
 SMALLEST = 4  # the smallest width: rotary embedding needs pairs
@@ -53,8 +54,9 @@ INDICES = re.compile(r"index$|idx$|^training$")
 VOCABULARIES = re.compile(r"vocab")
 TOKENS = re.compile(r"token_(id|ids|index)$|_(token|tokens)$")
 KV_HEADS = re.compile(r"num_key_value_heads|num_kv_heads|kv_n_heads|num_query_groups|multi_query_group_num")
+INDEXERS = re.compile(r"^index_n_heads$")
 HEAD_COUNTS = re.compile(r"heads?(_per_layer)?$")
-GROUPS = re.compile(r"^(o_groups|n_groups|\w*n_?groups)$")
+GROUPS = re.compile(r"^(o_groups|n_groups|\w*n_?groups|index_kpool)$")
 HEAD_WIDTHS = re.compile(r"head_?dim$|d_head$|dim_head$|head_size$|kv_channels|rotary_dim|query_pre_attn_scalar")
 CHOICES = re.compile(r"experts_per_tok(en)?$|^moe_(k|topk|top_k)$|^top_k_experts$")
 EXPERT_COUNTS = re.compile(r"(num|n)_(\w+_)?experts$|zero_expert_num")
@@ -82,7 +84,15 @@ class ShrunkConfig:
     """Divisor of windows, original lengths of rope, and the longest row: that of the copy is at most `LONGEST_ROW`."""
 
 
-def shrink(config: PretrainedConfig, longest_row: int, divisor: int = 1) -> ShrunkConfig:
+@dataclass(frozen=True)
+class Widths:
+    """Widths of a copy; kernels of engines need larger ones."""
+
+    of_heads: tuple[int, ...] = WIDTHS_OF_HEADS  # of the widest head: the first with which a family builds
+    multiple: int = SMALLEST  # of which widths are multiples
+
+
+def shrink(config: PretrainedConfig, longest_row: int, divisor: int = 1, widths: Widths = Widths()) -> ShrunkConfig:
     """Returns a narrow copy of a language model's configuration, of the same family and with each kind of its layers.
 
     A row of the copy with `LONGEST_ROW` tokens crosses the bounds that the job's longest row crosses. `divisor`, such
@@ -90,7 +100,7 @@ def shrink(config: PretrainedConfig, longest_row: int, divisor: int = 1) -> Shru
     UserError if no copy can be built.
     """
     with _silent():
-        return _shrink(config, longest_row, divisor)
+        return _shrink(config, longest_row, divisor, widths)
 
 
 @contextmanager
@@ -104,11 +114,11 @@ def _silent() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _shrink(config: PretrainedConfig, longest_row: int, divisor: int) -> ShrunkConfig:
+def _shrink(config: PretrainedConfig, longest_row: int, divisor: int, widths: Widths) -> ShrunkConfig:
     bounds = _Bounds(longest_row, max(1.0, longest_row / LONGEST_ROW))
     failure: Exception = ValueError("it has no layers of its kinds")
-    for head_width in WIDTHS_OF_HEADS:
-        narrow = partial(_copy, config, bounds, divisor, head_width)
+    for head_width in widths.of_heads:
+        narrow = partial(_copy, config, _Target(bounds, divisor, head_width, widths.multiple))
         try:
             kinds, depths = _kinds(_meta(narrow(None))), list(_depths(config))
         except Exception as error:  # of any kind, from a library at untested sizes
@@ -138,9 +148,14 @@ def narrow_module(config: PretrainedConfig, attention: str = "eager") -> PreTrai
     generator, trained = torch.Generator().manual_seed(0), dict(module.named_parameters())
     with torch.no_grad():
         for name, tensor in {**trained, **module.state_dict(keep_vars=True)}.items():
-            if name in trained or not isinstance(tensor, nn.Parameter):
+            if name in trained or (not isinstance(tensor, nn.Parameter) and _is_filled_later(tensor)):
                 _vary(tensor, generator)
     return module.eval().requires_grad_(False)
+
+
+def _is_filled_later(buffer: Tensor) -> bool:
+    """Returns whether a buffer waits for its values: one with several, such as a causal decay, has the family's."""
+    return bool((buffer == buffer.flatten()[:1]).all())
 
 
 def _vary(tensor: Tensor, generator: torch.Generator) -> None:
@@ -159,7 +174,7 @@ def _vary(tensor: Tensor, generator: torch.Generator) -> None:
 
 def row_logits(module: Any, ids: Tensor) -> Tensor:
     """Returns the logits (n, t, V) in float32 of whole rows (n, t)."""
-    options = {"use_cache": False} if "use_cache" in inspect.signature(module.forward).parameters else {}
+    options = {"use_cache": False} if takes(module, "use_cache") else {}
     logits: Tensor = module(input_ids=ids, **options).logits
     return logits.float()
 
@@ -275,6 +290,16 @@ class _Bounds:
 
 
 @dataclass(frozen=True)
+class _Target:
+    """What the sizes of all parts of a copy are chosen by."""
+
+    bounds: _Bounds
+    divisor: int  # of the number of heads
+    head_width: int
+    multiple: int  # of which other widths are multiples
+
+
+@dataclass(frozen=True)
 class _Scale:
     """Divisors of a part of a model."""
 
@@ -283,10 +308,12 @@ class _Scale:
     width: float  # of all other widths
     kv_heads: int | None
     bounds: _Bounds
+    multiple: int
 
     @classmethod
-    def of(cls, config: PretrainedConfig, bounds: _Bounds, divisor: int, head_width: int) -> _Scale:
+    def of(cls, config: PretrainedConfig, target: _Target) -> _Scale:
         """Returns the divisors with which the widest head has a width."""
+        divisor, head_width = target.divisor, target.head_width
         heads = int(_known(config, "num_attention_heads", "num_heads") or HEADS)
         hidden = int(_known(config, "hidden_size") or heads * head_width)
         kv = next((v for k, v in config.to_dict().items() if KV_HEADS.fullmatch(k) and isinstance(v, int)), None)
@@ -298,22 +325,22 @@ class _Scale:
         if fewer and kept % fewer:
             kept = math.lcm(kept, fewer)
         widths = [v for k, v in config.to_dict().items() if _is_head_width(k) and isinstance(v, int) and v]
-        widths += [] if _known(config, "head_dim") else [hidden // heads]
-        # A divisor of all of them, and pairs for rotary embedding.
-        common = math.gcd(*widths)
+        widths += [] if widths and _known(config, "head_dim") else [hidden // heads]
+        # A divisor of all of them that leaves pairs for rotary embedding, and pairs of pairs for that of images.
+        common, paired = math.gcd(*widths), 2 if min(widths) % SMALLEST else SMALLEST
         by_width = max(
             (
                 n
                 for n in range(1, min(max(widths) // head_width, min(widths) // SMALLEST) + 1)
-                if common % n == 0 and min(widths) // n % 2 == 0
+                if common % n == 0 and min(widths) // n % paired == 0
             ),
             default=1,
         )
         narrow = hidden * kept // (heads * by_width)
         if hidden != heads * (_known(config, "head_dim") or hidden // heads) or heads % kept:
-            step = math.lcm(MULTIPLE, kept)
+            step = math.lcm(MULTIPLE, target.multiple, kept)
             narrow = max(2 * MULTIPLE, -(-narrow // step) * step)
-        return cls(heads / kept, by_width, hidden / narrow, fewer, bounds)
+        return cls(heads / kept, by_width, hidden / narrow, fewer, target.bounds, target.multiple)
 
     def field(self, name: str, value: Any) -> Any:
         """Returns the value of a field of the copy."""
@@ -321,6 +348,9 @@ class _Scale:
             return value
         if isinstance(value, list | tuple) and name.endswith("_factor"):  # one for each pair of rotary embedding
             return list(value[:: self.head_width])
+        if isinstance(value, list | tuple) and name.endswith("_section"):  # pairs with the position in time, height, ..
+            ends = [round(sum(value[:n]) / self.head_width) for n in range(len(value) + 1)]
+            return [end - start for start, end in pairwise(ends)]
         if isinstance(value, list | tuple):
             return [self.field(name, each) for each in value] if not VOCABULARIES.search(name) else value
         if isinstance(value, Mapping):  # bounds of kinds of layers, or fields
@@ -349,6 +379,8 @@ class _Scale:
             return min(value, 8)
         if KV_HEADS.fullmatch(name) and self.kv_heads:
             return self.kv_heads
+        if INDEXERS.search(name) and value > HEADS:
+            return min(value, INDEX_HEADS)
         if HEAD_COUNTS.search(name):
             return max(1, int(value / self.heads))
         if GROUPS.search(name):
@@ -358,7 +390,8 @@ class _Scale:
         if WIDTHS.search(name) and not NOT_WIDTHS.search(name):
             width = value / self.width
             # Whole, or what a grouped product of matrices can read.
-            return int(width) if width % SMALLEST == 0 else max(1, round(width / MULTIPLE)) * MULTIPLE
+            step = max(MULTIPLE, self.multiple)
+            return int(width) if width % self.multiple == 0 else max(1, round(width / step)) * step
         return value
 
 
@@ -371,12 +404,10 @@ def _is_head_width(name: str) -> bool:
     return bool(HEAD_WIDTHS.search(name)) and "mamba" not in name
 
 
-def _copy(
-    config: PretrainedConfig, bounds: _Bounds, divisor: int, head_width: int, layers: tuple[int, ...] | None
-) -> PretrainedConfig:
+def _copy(config: PretrainedConfig, target: _Target, layers: tuple[int, ...] | None) -> PretrainedConfig:
     """Returns a narrow copy with some of the layers; None: with all."""
     text = config.get_text_config(decoder=True)
-    fields = _narrow(config, bounds, divisor, head_width, _Scale.of(text, bounds, divisor, head_width))
+    fields = _narrow(config, target, _Scale.of(text, target))
     part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
     _name_tokens(fields)
     if layers is not None:
@@ -388,15 +419,15 @@ def _copy(
     return copy
 
 
-def _narrow(config: PretrainedConfig, bounds: _Bounds, divisor: int, head_width: int, scale: _Scale) -> Fields:
+def _narrow(config: PretrainedConfig, target: _Target, scale: _Scale) -> Fields:
     fields: Fields = {}
     for name, value in _unusual_fields(config).items():
         child = getattr(config, name, None) if name in config.sub_configs else None
         if child is None or not hasattr(child, "to_dict"):
             fields[name] = scale.field(name, value)
             continue
-        inner = _Scale.of(child, bounds, divisor, head_width) if hasattr(child, "hidden_size") else scale
-        fields[name] = _narrow(child, bounds, divisor, head_width, inner)
+        inner = _Scale.of(child, target) if hasattr(child, "hidden_size") else scale
+        fields[name] = _narrow(child, target, inner)
         if "out_hidden_size" in fields[name]:  # a tower's outputs are as wide as the text's embeddings
             fields[name]["out_hidden_size"] = int(value["out_hidden_size"] / scale.width)
     return fields

@@ -7,11 +7,13 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl_mg.errors import UserError, one_line
@@ -59,6 +61,12 @@ def module_class(config: PretrainedConfig) -> Any:
 
     with_images = has_images(config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+
+
+def takes(module: nn.Module, argument: str) -> bool:
+    """Returns whether a module's `forward` has an argument of a name."""
+    parameters = signature(module.forward).parameters
+    return argument in parameters or any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
 
 
 def meta_module(config: PretrainedConfig, where: str | Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:

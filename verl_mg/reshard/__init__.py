@@ -9,3 +9,17 @@ from verl_mg.reshard.chunking import split_into_chunks
 from verl_mg.reshard.execute import Traffic, execute
 from verl_mg.reshard.plan import Plan, RankPlan, RankTraffic, best_stride, plan
 from verl_mg.reshard.schedule import BUCKET_BYTES, Schedule, schedule
+
+__all__ = [
+    "BUCKET_BYTES",
+    "Plan",
+    "RankPlan",
+    "RankTraffic",
+    "Schedule",
+    "Traffic",
+    "best_stride",
+    "execute",
+    "plan",
+    "schedule",
+    "split_into_chunks",
+]

@@ -4,6 +4,8 @@ from verl_mg.config import RewardConfig
 from verl_mg.rewards.mixture import Mixture
 from verl_mg.rewards.reward import AsyncScorer, LoadedReward, Reward, Sample, load_reward
 
+__all__ = ["AsyncScorer", "LoadedReward", "Mixture", "Reward", "Sample", "load_reward", "load_rewards"]
+
 
 def load_rewards(config: RewardConfig) -> AsyncScorer:
     """Builds the scorer of a job: its single reward, or its mixture.

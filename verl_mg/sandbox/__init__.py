@@ -6,3 +6,5 @@ run_python, command.run_command --> supervisor.run --> process namespace_jail.py
 
 from verl_mg.sandbox.python import Outcome, run_python, run_python_async
 from verl_mg.sandbox.supervisor import isolated
+
+__all__ = ["Outcome", "isolated", "run_python", "run_python_async"]

@@ -100,8 +100,14 @@ def _ends(module: PreTrainedModel) -> tuple[str, frozenset[str]]:
     )
 
 
-def _name_of(module: PreTrainedModel, part: torch.nn.Module) -> str:
-    return next(name for name, other in module.named_modules() if other is part)
+def _name_of(module: PreTrainedModel, part: torch.nn.Module | None) -> str:
+    for name, other in module.named_modules():
+        if other is part:
+            return name
+    raise UserError(
+        f"model.path: {type(module).__name__} of transformers does not say which of its parts are the embeddings, the "
+        "layers and the output layer of a language model. Use another model."
+    )
 
 
 def _other_dtypes(module: PreTrainedModel, names: list[str]) -> Iterator[tuple[str, torch.dtype]]:

@@ -23,6 +23,9 @@ FAMILIES = (
     ("mamba", EQUAL),
     *nightly(("minimax", EQUAL), ("bloom", PADDED), ("granite_swa", PADDED)),
     *nightly(("lfm2", PADDED), ("falcon_h1", PADDED), ("gemma4_text", PADDED), ("mimo_v2_flash", PADDED)),
+    *nightly(
+        ("hy_v4", PADDED), ("deepseek_v4", EQUAL), ("granitemoehybrid", WHOLE)
+    ),  # keys that are selected; no cache
 )
 
 

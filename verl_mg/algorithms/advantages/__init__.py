@@ -33,3 +33,33 @@ from verl_mg.algorithms.advantages.tokens import (
     whiten,
 )
 from verl_mg.algorithms.advantages.turns import Turns, gigpo, mt_grpo
+
+__all__ = [
+    "Turns",
+    "differ",
+    "discounted_returns",
+    "distillation_advantages",
+    "gae",
+    "gdpo",
+    "gigpo",
+    "group_means",
+    "group_relative",
+    "implicit_rewards",
+    "informative",
+    "length_adaptive_lambda",
+    "maxrl",
+    "moments",
+    "mt_grpo",
+    "opo",
+    "optimal_token_baseline",
+    "pass_at_k",
+    "prime_advantages",
+    "process_sums",
+    "remax",
+    "resampling_weights",
+    "rloo",
+    "select",
+    "soft_overlong_penalty",
+    "token_rewards",
+    "whiten",
+]

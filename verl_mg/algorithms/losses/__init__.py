@@ -22,3 +22,28 @@ from verl_mg.algorithms.losses.policy import Metrics, cispo_loss, clipped_policy
 from verl_mg.algorithms.losses.preference import bradley_terry_loss, dpo_loss, prime_loss
 from verl_mg.algorithms.losses.sequence import gmpo_loss, gspo_loss
 from verl_mg.algorithms.losses.targets import explained_variance, imitation_loss, sft_loss, value_loss
+
+__all__ = [
+    "Metrics",
+    "bradley_terry_loss",
+    "cispo_loss",
+    "clip_cov_loss",
+    "clipped_policy_loss",
+    "covariances",
+    "dpo_loss",
+    "dppo_loss",
+    "explained_variance",
+    "gmpo_loss",
+    "gpg_loss",
+    "gspo_loss",
+    "imitation_loss",
+    "kl_cov_loss",
+    "prime_loss",
+    "priorities",
+    "sapo_loss",
+    "sft_loss",
+    "share_count",
+    "tokens_at_least",
+    "tokens_between",
+    "value_loss",
+]

@@ -13,6 +13,8 @@ from verl_mg.monitor.trackers.services import SERVICES, RunInfo, check_services
 from verl_mg.monitor.trackers.tracker import RetryingTracker, SampleTable, Tracker
 from verl_mg.phase_timer import PhaseTimer
 
+__all__ = ["SampleTable", "Tracker", "build_trackers", "check_services", "run_name"]
+
 EVALUATIONS = "evaluation.md"
 
 
