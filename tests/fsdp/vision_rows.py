@@ -68,7 +68,18 @@ def in_plain_torch(architecture, frozen):
         outputs.append(scored.detach())
         losses.append(-(scored * rows.row("advantages", row)[mask]).sum())
     (torch.stack(losses).sum() / rows["loss_mask"].sum()).backward()
-    return outputs, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return outputs, gradients | dict(of_each_expert(gradients))
+
+
+def of_each_expert(gradients):
+    """Checkpoints of some mixtures have a tensor for each expert, where the module has one for all."""
+    for name, stacked in gradients.items():
+        prefix, _, kind = name.rpartition(".experts.")
+        for number, gradient in enumerate(stacked) if prefix else ():
+            parts = gradient.chunk(2) if kind == "gate_up_proj" else (gradient,)
+            for part, values in zip(("gate_proj", "up_proj") if len(parts) == 2 else (kind,), parts, strict=True):
+                yield f"{prefix}.experts.{number}.{part}.weight", values
 
 
 def on_ranks(folder, layout, rows, frozen, dtype=torch.float32):
