@@ -135,7 +135,7 @@ def make_model(family: str, folder: Path) -> Outcome:
 def _is_certain(module: Any) -> bool:
     """Whether a module gives nearly all of the probability to one token, so that equal log-probs say nothing."""
     row = torch.randint(6, 30, (1, max(ROWS)), generator=torch.Generator().manual_seed(SEED))
-    with suppress(Exception):  # of any kind: the checks say what a family lacks
+    with suppress(Exception):  # of any kind: the checks say what does not work
         logprobs = module.eval()(input_ids=row, use_cache=False).logits[0].float().log_softmax(-1)
         return float(-(logprobs.exp() * logprobs).sum(-1).mean()) < LEAST_ENTROPY
     return False

@@ -292,7 +292,7 @@ class _Bounds:
 
 @dataclass(frozen=True)
 class _Target:
-    """What the sizes of all parts of a copy are chosen by."""
+    """Sizes and bounds by which those of all parts of a copy are chosen."""
 
     bounds: _Bounds
     divisor: int  # of the number of heads
