@@ -145,8 +145,8 @@ class EngineProcess:
         error = before = ""
         with self._log.open(errors="replace") as lines:
             for line in map(str.rstrip, lines):
-                if (found := EXCEPTION.search(line)) and CONSEQUENCE not in line:
-                    error = found[1].rstrip(".") if ": " in found[1] else f"{found[1]}: {before}"
+                if (match := EXCEPTION.search(line)) and CONSEQUENCE not in line:
+                    error = match[1].rstrip(".") if ": " in match[1] else f"{match[1]}: {before}"
                 if line.strip(" ^~"):
                     before = line.strip()
         return error

@@ -292,7 +292,7 @@ class _Bounds:
 
 @dataclass(frozen=True)
 class _Target:
-    """Sizes and bounds by which those of all parts of a copy are chosen."""
+    """Sizes and bounds that decide the widths of all parts of a copy."""
 
     bounds: _Bounds
     divisor: int  # of the number of heads
