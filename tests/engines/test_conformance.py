@@ -35,6 +35,7 @@ from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.sharding.boxes import Piece, Shard
 
 LENGTH = 200
 LATER = (VERSION + 1, VERSION + 2)
@@ -288,6 +289,13 @@ def test_engine_of_a_dead_rank_leaves_no_process(mixtures, tmp_path, monkeypatch
     _, alive = psutil.wait_procs(processes, timeout=600)
     engine.close()
     assert alive == []
+
+
+@of_processes
+def test_weights_that_the_engine_does_not_have_are_refused(engine, mixtures):
+    whole = Shard((32,), (Piece("model.norm.weight", ((0, 32),), ((0, 32),)),))
+    with pytest.raises((UserError, EngineDiedError), match=r"model has no parameter model\.other\.weight"):
+        bring_weights(engine, mixtures[0], LATER[0], [{"model.other.weight": whole}])
 
 
 @pytest.mark.parametrize("kind", [SGLANG, VLLM])

@@ -59,6 +59,8 @@ ALWAYS_NEEDED: dict[str, dict[str, Any]] = {
         **{"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3},
         "topk_method": "group_limited_greedy",  # with groups, which engines read, the default would ignore them
     },
+    # As of the published model: vLLM reads both, where `transformers` has them in its code.
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 4},

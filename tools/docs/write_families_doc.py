@@ -33,7 +33,7 @@ BUILD = "build"
 NEEDS = {"resume": "train"}
 """Checks that continue the run of another one, where it works; all others need only the model."""
 UNTRIED = "-"
-RANKS = {"tp2": 2}
+RANKS = {"tp2": 2, "sglang2": 2, "vllm2": 2}
 TIMEOUT_S = 600  # of a check; an engine may compile kernels
 PRELOADED = (
     "verl_mg.cli",
@@ -95,15 +95,15 @@ def run(family: str, check: str, folder: Path) -> Line:
 
 
 def _environments(ranks: int, check: str) -> list[dict[str, str]]:
-    engine = check.rstrip("2")
+    engine, shared = check.rstrip("2"), {}
     if check in ENGINE_CHECKS:  # whose processes begin without the seconds of its imports
-        return [{PYTHON(engine): getattr(warm_start, engine)().python}]
+        shared[PYTHON(engine)] = getattr(warm_start, engine)().python
     if ranks == 1:
-        return [{}]
+        return [shared]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     return [shared | {"LOCAL_WORLD_SIZE": str(ranks), "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(ranks)]
 
 

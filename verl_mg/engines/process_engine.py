@@ -352,9 +352,15 @@ class ProcessEngine(RequestTracker):
         return number
 
     def loaded(self, number: int) -> None:
-        """Waits until the engine has copied the tensors of a `load`."""
+        """Waits until the engine has copied the tensors of a `load`; UserError where its model has others."""
         version = self._loads.pop(number)
-        self._wait(number)
+        try:
+            self._wait(number)
+        except RuntimeError as error:
+            raise UserError(
+                f"{error}. It reads another model from config.json than training does: correct the file, or set "
+                "rollout.engine=hf."
+            ) from None
         if version is not None:
             self._version = version
 

@@ -15,6 +15,7 @@ from verl_mg.engines.engine import EngineDiedError, Request, Sample, Sampling
 from verl_mg.engines.kinds import VLLM
 from verl_mg.engines.payloads import Staging
 from verl_mg.engines.process_engine import ProcessEngine
+from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
@@ -46,7 +47,7 @@ def test_engine_update_without_all_parameters_raises(engine, mixtures):
     shards = dict(table.engine_shards(EngineLayout(), 0))
     del shards["model.norm.weight"]
     staging = Staging(shards, dict.fromkeys(shards, torch.float32), torch.device("cpu"))
-    with pytest.raises(RuntimeError, match=r"1 parameters were not written: model\.norm\.weight"):
+    with pytest.raises(UserError, match=r"1 parameters were not written: model\.norm\.weight"):
         engine.loaded(engine.load([staging.payload()], 8))
     bring_weights(engine, mixtures[0], version=8)
 

@@ -83,6 +83,8 @@ def _write(model: Any, parameters: Mapping[str, Tensor], tensors: Mapping[str, T
     for name, tensor in tensors.items():
         if name in layers:
             internals.write_marlin(layers[name], name, tensor)
+        elif name not in parameters:
+            raise RuntimeError(f"the engine's model has no parameter {name}")
         else:
             internals.write(as_loaded(parameters[name]), tensor)
 

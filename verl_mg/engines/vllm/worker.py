@@ -64,6 +64,8 @@ class WorkerExtension:
         places, memory = open_payload(payloads[self.rank], self.device)
         for name, tensor in named_views(places, memory):
             staged = self._staged_experts.get(name)
+            if staged is None and name not in parameters:
+                raise RuntimeError(f"the engine's model has no parameter {name}")
             (parameters[name] if staged is None else staged.raw).copy_(tensor)
             self._written.add(name)
         # GPU: a wait before the rank reuses the memory.
