@@ -11,10 +11,10 @@ Differences from GRPO:
 """
 
 from functools import partial
-from typing import Literal
+from typing import Literal, Self
 
 import torch
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from verl_mg.algorithms.advantages import differ, group_relative, informative, soft_overlong_penalty
 from verl_mg.algorithms.aggregation import LossAggregation, segment_totals
@@ -37,8 +37,9 @@ class Config(RecipeConfig):
     """Number of responses to each prompt."""
     dynamic_sampling: Literal["rounds", "streaming"] = "rounds"
     """Sampling until enough groups differ: in rollouts one after the other, or by replacing others as they complete."""
-    max_sampling_rounds: PositiveInt = 10
-    """Largest number of prompts in an iteration to find groups whose rewards differ, over `prompts_per_iteration`."""
+    max_sampling_rounds: PositiveInt | None = 10
+    """Largest number of prompts in an iteration to find groups whose rewards differ, over `prompts_per_iteration`.
+    null: no limit."""
     overlong_buffer: int = Field(0, ge=0)
     """Tokens before `rollout.max_new_tokens` in which the reward falls linearly by 1; 0 turns this off."""
     overlong_filter: bool = False
@@ -64,6 +65,12 @@ class Config(RecipeConfig):
     old_logprobs: OldLogprobs = "recompute"
     """Log-probs of the policy before its update: computed by the actor, or taken from the rollout, or not needed."""
 
+    @model_validator(mode="after")
+    def _check_rounds(self) -> Self:
+        if self.dynamic_sampling == "streaming" and self.max_sampling_rounds is None:
+            raise ValueError("max_sampling_rounds null needs dynamic_sampling=rounds. Write a number")
+        return self
+
 
 def roles(cfg: Config) -> set[str]:
     return {"actor", "rollout", "reward"} | ({"reference"} if cfg.kl.enabled else set())
@@ -83,12 +90,13 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     rounds: list[Batch] = []
     groups = torch.empty(0)
     if cfg.dynamic_sampling == "streaming":  # a group whose rewards do not differ is replaced as soon as it is scored
+        assert cfg.max_sampling_rounds is not None  # checked above: prompts are submitted in advance
         most = cfg.max_sampling_rounds * cfg.prompts_per_iteration
         rounds.append(job.rollout.generate_filtered(cfg.prompts_per_iteration, cfg.group_size, differ, most))
         rounds[0]["reward"] = job.reward.wait(rounds[0])
         groups = job.all_gather_column(rounds[0], "group").unique()
     else:
-        while len(groups) < cfg.prompts_per_iteration and len(rounds) < cfg.max_sampling_rounds:
+        while len(groups) < cfg.prompts_per_iteration and len(rounds) != cfg.max_sampling_rounds:
             prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
             batch = job.rollout.generate(prompts, num_samples=cfg.group_size)
             batch["reward"] = job.reward.wait(batch)
@@ -130,5 +138,6 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     )
     job.rollout.update_weights(job.actor)
     kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
-    sampled = sampling_metrics("dapo", len(rounds), len(groups), cfg.prompts_per_iteration, "rewards that differ")
+    kept = "rewards that differ"
+    sampled = sampling_metrics("dapo", len(rounds), len(groups), cfg.prompts_per_iteration, kept, job.warn)
     return {**sampled, **metrics, **kl_metrics}

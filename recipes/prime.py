@@ -40,8 +40,8 @@ class Config(RecipeConfig):
     """Smallest mean outcome of a prompt that is trained on."""
     accuracy_high: float = Field(1.0, ge=0, le=1)
     """Largest mean outcome of a prompt that is trained on."""
-    max_sampling_rounds: PositiveInt = 10
-    """Largest number of rollouts in an iteration to find `prompts_per_iteration` prompts with such an outcome."""
+    max_sampling_rounds: PositiveInt | None = 10
+    """Largest number of rollouts in an iteration to find `prompts_per_iteration` such prompts. null: no limit."""
     beta: float = Field(0.05, gt=0)
     """Factor of the log-ratio in the process rewards."""
     gamma: float = Field(1.0, gt=0, le=1)
@@ -100,7 +100,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     cfg = with_current_kl(cfg, job.state)
     rounds: list[Batch] = []
     groups = torch.empty(0)
-    while len(groups) < cfg.prompts_per_iteration and len(rounds) < cfg.max_sampling_rounds:
+    while len(groups) < cfg.prompts_per_iteration and len(rounds) != cfg.max_sampling_rounds:
         prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
         batch = job.rollout.generate(prompts, num_samples=cfg.group_size)
         batch["reward"] = job.reward.wait(batch)
@@ -146,5 +146,5 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     job.rollout.update_weights(job.actor)
     kl_metrics = adapt_kl(cfg.kl, job.all_reduce_sum(kl_sums(batch)), job.state) if cfg.kl.enabled else {}
     kept = "a mean reward from accuracy_low to accuracy_high"
-    sampled = sampling_metrics("prime", len(rounds), len(groups), cfg.prompts_per_iteration, kept)
+    sampled = sampling_metrics("prime", len(rounds), len(groups), cfg.prompts_per_iteration, kept, job.warn)
     return {**sampled, **process_metrics, **metrics, **kl_metrics}

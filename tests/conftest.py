@@ -1,5 +1,6 @@
 """Options and fixtures of all tests: the pool of ranks, the sandbox, the real GSM8K."""
 
+import gc
 import importlib
 import os
 from collections.abc import Iterator
@@ -93,6 +94,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         pool = session.config.stash[_POOL] = RankPool(machine)
         if not session.config.option.collectonly and not machine.gpus:
             pool.start()
+    # Imports are never garbage, and tables of large models are millions of objects: it was a quarter of pure tests.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def _use_warm_starts_for_sglang() -> None:

@@ -7,7 +7,6 @@ raises no error, and the message of the error is the reason.
 from __future__ import annotations
 
 import math
-import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -103,6 +102,7 @@ class Answer:
     topic: str  # the question, such as "megatron tp"
     works: bool  # whether it works
     text: str  # sizes or names that work, or why nothing does
+    smallest: int = 0  # of the sizes that work
 
     def __str__(self) -> str:
         return f"{'yes' if self.works else 'no'}{': ' if self.text else ''}{self.text}"
@@ -127,7 +127,9 @@ def ask_sizes(topic: str, layout: str, largest: int, check: Callable[[str], obje
     sizes = range(2, max(2, largest) + 1)
     reasons = {size: attempt(partial(check, layout.format(size)))[1] for size in sizes}
     possible = [size for size, reason in reasons.items() if not reason]
-    return Answer(topic, bool(possible), format_sizes(possible) if possible else next(iter(reasons.values())))
+    if not possible:
+        return Answer(topic, False, reasons[2])
+    return Answer(topic, True, format_sizes(possible), possible[0])
 
 
 def format_sizes(sizes: Sequence[int]) -> str:
@@ -245,7 +247,7 @@ class ModelSupport:
             elif not self.starts_ranks:
                 yield replace(sizes, text=f"{sizes.text}, if ranks compute what one does")
             else:  # the smallest size stands for all
-                smallest = Layout.parse(layout.format(re.findall(r"\d+", sizes.text)[0]))
+                smallest = Layout.parse(layout.format(sizes.smallest))
                 _, reason = attempt(partial(form_on_ranks, self.model_dir, "language", longest, smallest))
                 yield Answer(sizes.topic, not reason, reason or sizes.text)
 

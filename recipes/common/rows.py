@@ -1,20 +1,18 @@
 """Batches of several rollouts as one, the newest groups, lengths of responses, and turns of rollouts and data."""
 
-import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.engines.trajectory import NOT_GENERATED
 from verl_mg.errors import UserError
 
-log = logging.getLogger(__name__)
 
-
-def sampling_metrics(recipe: str, rounds: int, groups: int, wanted: int, kept: str) -> dict[str, float]:
+def sampling_metrics(
+    recipe: str, rounds: int, groups: int, wanted: int, kept: str, warn: Callable[[str], None]
+) -> dict[str, float]:
     """Returns the metrics of sampling until enough groups are kept, and warns where there are too few.
 
     Args:
@@ -23,14 +21,15 @@ def sampling_metrics(recipe: str, rounds: int, groups: int, wanted: int, kept: s
         groups: groups that its update has.
         wanted: groups that it should have.
         kept: which groups are kept, for the warning.
+        warn: as of the job.
     """
-    if groups < wanted and dist.get_rank() == 0:
+    if groups < wanted:
         effect = "its update has only these" if groups else "its update has no sample and leaves the policy as it is"
-        log.warning(
-            "%s: %d of %d groups have %s after the largest number of samples, algorithm.max_sampling_rounds; %s. Look "
-            "at reward/mean and the recorded samples: the prompts are too easy or too hard, or the reward is wrong.",
-            recipe, groups, wanted, kept, effect,
-        )  # fmt: skip
+        warn(
+            f"{groups} of {wanted} groups have {kept} after the largest number of samples, "
+            f"algorithm.max_sampling_rounds; {effect}. Look at reward/mean and the recorded samples: the prompts are "
+            "too easy or too hard, or the reward is wrong."
+        )
     return {f"{recipe}/rounds": float(rounds), f"{recipe}/groups": float(groups)}
 
 

@@ -74,6 +74,17 @@ def test_agents_trained_tokens_are_those_of_the_engine(any_engine, run_agents, c
         assert not torch.tensor(segment.logprobs)[~mask].any() and 0 < mask.sum() < len(mask)
 
 
+def test_agent_has_its_options_and_an_endpoint_at_the_host(hf_engine, run_agents):
+    seen: list[tuple[str | None, dict[str, Any]]] = []
+
+    async def agent(session: Session, sample: Any) -> None:
+        await ask(session, session.messages, max_tokens=2)
+        seen.append((httpx.URL(session.base_url).host, session.options))
+
+    run_agents(hf_engine, agent, 1, host="127.0.0.2", level=3)
+    assert seen == [("127.0.0.2", {"level": 3})]
+
+
 @pytest.mark.parametrize("name", client_checks.CHECKS)
 def test_endpoint_of_real_engine_satisfies_official_client(any_engine, run_agents, name):
     check = getattr(client_checks, name)
@@ -132,7 +143,7 @@ def test_agent_over_its_time_keeps_what_was_generated_and_is_not_tried_again(hf_
         session.log("waiting")
         pass_time(LIMIT)
         try:
-            await asyncio.Event().wait()
+            await asyncio.sleep(5.0)  # it is over its time before it is here
         finally:
             raise RuntimeError("interrupted")
 

@@ -5,8 +5,11 @@ import string
 
 import pytest
 
+from tests.helpers.engines import VLLM_NIGHTLY
+from tests.helpers.engines import overrides as overrides_of
 from tests.helpers.traces import needs_sglang
-from tests.run.jobs import job, make_inputs, samples_of
+from tests.rollout.engine_jobs import inputs as inputs_of_engines
+from tests.run.jobs import job, samples_of
 from verl_mg.data.stop_tokens import NAMED, read_stop_tokens
 from verl_mg.errors import UserError
 from verl_mg.models.tiny_model import character_tokenizer
@@ -85,13 +88,27 @@ def test_end_that_is_no_token_id_is_refused(tmp_path, value):
         read_stop_tokens(tmp_path, tokenizer)
 
 
-def test_responses_of_a_job_end_at_tokens_of_the_generation_config(ranks, tmp_path):
-    inputs = make_inputs(tmp_path / "inputs")
-    ends = set(range(1, 30, 3))
-    (inputs / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": sorted(ends)}))
-    ranks.run(1, job, "grpo", inputs, tmp_path / "run", ["job.iterations=1"])
-    samples = samples_of(tmp_path / "run", 1)
-    assert any(sample["finish"] == "stop" for sample in samples)
-    for sample in samples:
+TOKENIZER_END, TEMPLATE_END, ENDS_OF_FILES = 1, 4, {"config.json": 7, "generation_config.json": [9, 12]}
+ANSWERED = "{% for m in messages %}{{ m['content'] }}{{ '<user>' if m['role'] == 'assistant' }}{% endfor %}"  # token 4
+
+
+@pytest.mark.parametrize(
+    "engine", ["hf", pytest.param("sglang", marks=[needs_sglang, pytest.mark.nightly]), VLLM_NIGHTLY]
+)
+def test_responses_end_at_the_tokens_of_every_source_and_at_no_others_on_each_engine(ranks, tmp_path, engine):
+    inputs = inputs_of_engines(tmp_path / "inputs", "qwen3")
+    for name, end in ENDS_OF_FILES.items():
+        file = inputs / "model" / name
+        fields = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(fields | {"eos_token_id": end}))
+    (inputs / "model" / "chat_template.jinja").write_text(ANSWERED)
+    overrides = [f"reward.function={inputs / 'reward.py'}:digits", "rollout.max_new_tokens=30", "job.iterations=1"]
+    overrides += ["algorithm.group_size=16", *overrides_of(engine)]
+    ranks.run(1, job, "grpo", inputs, tmp_path / "run", overrides)
+    ends = {TOKENIZER_END, TEMPLATE_END, 7, 9, 12}
+    found = set()
+    for sample in samples_of(tmp_path / "run", 1):
         written = [token for token, own in zip(sample["tokens"], sample["loss_mask"], strict=True) if own]
         assert ends.isdisjoint(written[:-1]) and (written[-1] in ends) == (sample["finish"] == "stop")
+        found |= ends & {written[-1]}
+    assert found == ends

@@ -64,7 +64,7 @@ algorithm.lam=0.8 | {GAE} | algorithm.lam=0.8
 algorithm.lam=0.7 | {GAE} | algorithm.critic_lam=0.7
 algorithm.norm_adv_by_std_in_grpo=false | {GRPO} | algorithm.normalize_by_std=false
 algorithm.filter_groups.max_num_gen_batches=4 | {DAPO} | algorithm.max_sampling_rounds=4
-algorithm.filter_groups.max_num_gen_batches=0 | {DAPO} | algorithm.max_sampling_rounds=1000000
+algorithm.filter_groups.max_num_gen_batches=0 | {DAPO} | algorithm.max_sampling_rounds=null
 algorithm.filter_groups.metric=acc | {DAPO} | recipe=dapo
 algorithm.use_kl_in_reward=true | {GRPO} | algorithm.kl.placement=reward
 {A}.use_kl_loss=true | {GRPO} | algorithm.kl.coefficient=0.001
@@ -236,7 +236,7 @@ trainer.total_epochs=3 | {GRPO} trainer.total_training_steps=34 | job.iterations
 trainer.default_local_dir=out | {GRPO} | job.output=out
 trainer.save_freq=7 | {GRPO} | checkpoint.every=7
 trainer.max_actor_ckpt_to_keep=3 | {GRPO} trainer.save_freq=7 | checkpoint.keep=3
-trainer.max_actor_ckpt_to_keep=null | {GRPO} trainer.save_freq=7 | checkpoint.keep=1000000
+trainer.max_actor_ckpt_to_keep=null | {GRPO} trainer.save_freq=7 | checkpoint.keep=null
 {A}.checkpoint.save_contents=[hf_model] | {GRPO} trainer.save_freq=7 | checkpoint.export_every=7
 trainer.resume_mode=auto | {GRPO} | recipe=grpo
 trainer.logger=["console","swanlab"] | {GRPO} | tracking.services=[swanlab]

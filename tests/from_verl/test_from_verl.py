@@ -122,29 +122,6 @@ def test_from_verl_key_of_the_table_arrives_with_its_value(least, chosen):
         assert not list(without_effect(done.config, requested_roles(done.recipe, done.config))), key
 
 
-ACTOR, BUFFER = "actor_rollout_ref.actor", "reward.reward_kwargs.overlong_buffer_cfg"
-FILTER, CORRECTION = "algorithm.filter_groups", "algorithm.rollout_correction"
-GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
-NORM = f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm"
-OTHER_VALUES = [
-    (f"{BUFFER}.penalty_factor=0.5", [*GRPO, f"{FILTER}.enable=true", f"{BUFFER}.enable=true"], "no counterpart"),
-    (f"{FILTER}.metric=len", [*GRPO, f"{FILTER}.enable=true"], "no counterpart"),
-    (f"{CORRECTION}.loss_type=reinforce", [*GRPO, f"{CORRECTION}.bypass_mode=true"], "no counterpart"),
-    ("critic.loss_agg_mode=seq-mean-token-mean", ["critic.model.path=c"], "no counterpart"),
-    (f"{ACTOR}.loss_scale_factor=100", [*GRPO, NORM], "no counterpart"),
-    ("trainer.resume_mode=disable", GRPO, "ask"),
-    ("trainer.val_before_train=True", [*GRPO, "trainer.test_freq=0"], "no counterpart"),
-]
-
-
-@pytest.mark.parametrize(("override", "context", "kind"), OTHER_VALUES)
-def test_from_verl_value_that_no_key_here_has_is_a_remark_of_its_key(least, override, context, kind):
-    key, _ = override.split("=")
-    done = translate(least, [*context, override])
-    lines = [remark.line(done.job) for remark in done.remarks if remark.keys == (key.replace(LONG, SHORT),)]
-    assert [line.split(": ")[:2] for line in lines] == [[kind, override]]
-
-
 def test_from_verl_every_key_of_the_table_has_an_arrival():
     tested = {key.replace(LONG, SHORT) for key, *_ in arrivals()}
     claimed = {key for row in ROWS for key in row.theirs}
@@ -194,6 +171,7 @@ REFUSED = {
     "a layout": (["model_engine=megatron", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"], LEAST,
                  "actor.layout"),
     "a limit": (["actor_rollout_ref.rollout.top_k=many"], LEAST, "rollout.top_k=many: not a number"),
+    "no last step": (["actor_rollout_ref.actor.optim.lr_warmup_steps=.inf"], LEAST, "lr_warmup_steps=inf: not a whole"),
     "half a GPU": (["actor_rollout_ref.rollout.data_parallel_size=0.5"], LEAST, "data_parallel_size=0.5: not a whole"),
     "no list": (["trainer.logger=5"], LEAST, "trainer.logger=5: not a list of names"),
     "a bound": (["algorithm.rollout_correction.rollout_is=token",
@@ -323,37 +301,52 @@ def test_from_verl_of_random_keys_names_each_that_is_not_in_the_result(least, tm
 
 
 A, RC = "actor_rollout_ref.actor", "algorithm.rollout_correction"
-GRPO = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2"]
-OTB = ["algorithm.adv_estimator=tir_optimal_token_baseline", "actor_rollout_ref.rollout.n=2"]
-OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
-SELECTIVE = f"{A}.megatron.override_transformer_config.recompute_granularity=selective"
-REMARKS = [
-    (GRPO, f"{A}.fsdp_config.mixed_precision.param_dtype=bf16", "no counterpart"),
-    (GRPO, f"{A}.fsdp_config.wrap_policy.min_num_params=9", "no counterpart"),
-    (GRPO, f"{A}.fsdp_config.fsdp_sizes=9", "unknown"),
-    (GRPO, f"{A}.megatron.tensor_parallel=9", "unknown"),
-    (GRPO, "critic.megatron.router_replay.mode=R3", "no counterpart"),
-    (GRPO, "critic.fsdp.typing_error=1", "unknown"),
-    (GRPO, "actor_rollout_ref.rollout.engine_kwargs.other.x=1", "unknown"),
-    (GRPO, "reward.reward_model.rollout.typing_error=1", "unknown"),
-    (GRPO, "actor_rollout_ref.rollout.multi_turn.max_parallel_calls=1", "ignored"),
-    (GRPO, "actor_rollout_ref.rollout.multi_turn.max_parallel_calls=true", "ask"),
-    (GRPO, "actor_rollout_ref.rollout.agent.num_workers=256", "ask"),
-    (GRPO, "data.shuffle=false", "no counterpart"),
-    (OTB, f"{RC}.bypass_mode=false", None),
-    (OTB, f"{RC}.bypass_mode=true", "no counterpart"),
-    ([*GRPO, f"{OVERLONG}.len=3"], f"{OVERLONG}.enable=true", "ignored"),
-    ([*GRPO, "model_engine=megatron", SELECTIVE],
-     f"{A}.megatron.override_transformer_config.recompute_modules=[mlp,nothing]", "no counterpart"),
-]  # fmt: skip
+ROLLOUT, OVERLONG = "actor_rollout_ref.rollout", "reward.reward_kwargs.overlong_buffer_cfg"
+OF_MEGATRON = f"{A}.megatron.override_transformer_config"
+PPO = "critic.model.path=c"
+GRPO = f"algorithm.adv_estimator=grpo {ROLLOUT}.n=2"
+OTB = f"algorithm.adv_estimator=tir_optimal_token_baseline {ROLLOUT}.n=2"
+FILTERED = f"{GRPO} algorithm.filter_groups.enable=true"
+DAPO = f"{FILTERED} reward.reward_manager.name=dapo {OVERLONG}.enable=true"
+MEGATRON = f"{GRPO} model_engine=megatron {OF_MEGATRON}.recompute_granularity=selective"
+FATES = f"""
+{OVERLONG}.penalty_factor=0.5 | {DAPO} | no counterpart
+{OVERLONG}.enable=true | {GRPO} {OVERLONG}.len=3 | ignored
+algorithm.filter_groups.metric=len | {FILTERED} | no counterpart
+{RC}.loss_type=reinforce | {GRPO} {RC}.bypass_mode=true | no counterpart
+{RC}.bypass_mode=false | {OTB} |
+{RC}.bypass_mode=true | {OTB} | no counterpart
+critic.loss_agg_mode=seq-mean-token-mean | {PPO} | no counterpart
+{A}.loss_scale_factor=100 | {GRPO} {A}.loss_agg_mode=seq-mean-token-sum-norm | no counterpart
+{A}.fsdp_config.mixed_precision.param_dtype=bf16 | {GRPO} | no counterpart
+{A}.fsdp_config.wrap_policy.min_num_params=9 | {GRPO} | no counterpart
+{A}.fsdp_config.fsdp_sizes=9 | {GRPO} | unknown
+{A}.fsdp_config.dtype=[bf16] | {GRPO} | no counterpart
+{A}.megatron.tensor_parallel=9 | {GRPO} | unknown
+{OF_MEGATRON}.recompute_modules=[mlp,nothing] | {MEGATRON} | no counterpart
+critic.megatron.router_replay.mode=R3 | {GRPO} | no counterpart
+critic.fsdp.typing_error=1 | {GRPO} | unknown
+{ROLLOUT}.engine_kwargs.other.x=1 | {GRPO} | unknown
+{ROLLOUT}.multi_turn.max_parallel_calls=1 | {GRPO} | ignored
+{ROLLOUT}.multi_turn.max_parallel_calls=true | {GRPO} | ask
+{ROLLOUT}.agent.num_workers=256 | {GRPO} | ask
+reward.reward_model.rollout.typing_error=1 | {GRPO} | unknown
+data.shuffle=false | {GRPO} | no counterpart
+trainer.resume_mode=disable | {GRPO} | ask
+trainer.val_before_train=True | {GRPO} trainer.test_freq=0 | no counterpart
+"""
+"""Of a value: overrides of its job, and the kind of the line about its key."""
 
 
-@pytest.mark.parametrize(("job", "word", "kind"), REMARKS)
-def test_from_verl_line_about_a_key_says_what_becomes_of_its_value(job, word, kind, least):
-    done = translate(least, [*job, word])
-    assert done.recipe.name == ("otb" if job is OTB else "grpo")
-    key = word.partition("=")[0].replace(LONG, SHORT)
-    assert [remark.kind for remark in done.remarks if key in remark.keys] == ([kind] if kind else [])
+@pytest.mark.parametrize("fate", FATES.strip().splitlines())
+def test_from_verl_line_about_a_key_says_what_becomes_of_its_value(fate, least):
+    override, context, kind = (part.strip() for part in fate.split("|"))
+    done = translate(least, [*context.split(), override])
+    assert (done.recipe.name == "otb") == (context == OTB)
+    key = override.partition("=")[0]
+    found = [remark for remark in done.remarks if key.replace(LONG, SHORT) in remark.keys]
+    assert [remark.kind for remark in found] == ([kind] if kind else [])
+    assert all(remark.line(done.job).startswith(f"{kind}: {key}=") for remark in found if len(remark.keys) == 1)
 
 
 @pytest.mark.skipif(not PEER.exists(), reason="verl is installed by tools/install/peers.sh")
@@ -366,6 +359,8 @@ def test_defaults_of_verl_are_those_of_its_files():
     ours = {key: DEFAULTS[key] for key in plain if not str([known[key], DEFAULTS[key]]).count("${")}
     assert {key: value for key, value in ours.items() if (value or None) != (known[key] or None)} == {}
     assert len(ours) > 100
+    read = {key for key, value in known.items() if value and any(row.reads(key) for row in ROWS)}
+    assert {key for key in read - set(DEFAULTS) if "${" not in str(known[key])} == set()
 
 
 @pytest.mark.skipif(not PEER.exists(), reason="verl is installed by tools/install/peers.sh")

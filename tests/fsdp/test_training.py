@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from tests.fsdp.training import train
+from tests.fsdp.training import gathers, train
 from tests.helpers.tiny_models import nightly, oracle, random_rows, rows_for
 from tests.megatron.layout_models import make_model
 from tests.megatron.training import assert_equal, train_in_plain_torch
@@ -78,6 +78,14 @@ def test_update_with_weights_in_host_memory_equals_plain_torch(ranks, expected, 
     options = FsdpConfig(cpu_offload=True)
     results = ranks.run(Layout.parse(layout).ranks, train, model, layout, replicas, rows, False, options)
     assert_equal(results, plain, 2e-5)
+
+
+def test_layers_are_gathered_again_for_the_backward_pass_where_they_are_freed(ranks, expected):
+    model, rows, _ = expected("mixture")
+    freed, kept = (
+        ranks.run(2, gathers, model, "dp2", rows, FsdpConfig(reshard_after_forward=freed)) for freed in (True, False)
+    )
+    assert [count - LAYERS for count in freed] == kept and min(kept) > LAYERS
 
 
 HYBRID = {"num_hidden_layers": 4}

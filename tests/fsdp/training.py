@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.megatron.training import OPTIMIZER, STEPS, TEMPERATURE, Trained, parts_of, update
 from verl_mg.batch import Batch
@@ -50,6 +51,16 @@ def train(
     metrics = [update(trainer, micro_batches, rows) for _ in range(STEPS)]
     norms, losses = ([of_step[name] for of_step in metrics] for name in ("grad_norm", "loss"))
     return Trained(outputs, gradients, parts_of(runner, runner.parameters()), norms, losses)
+
+
+def gathers(model: Path, layout: str, rows: Batch, options: FsdpConfig) -> int:
+    """All-gathers of an update with one micro-batch on this rank."""
+    groups = MeshGroups(Placement.on(Layout.parse(layout), dist.get_world_size()))
+    trainer = FsdpTrainer(FsdpRunner(ModelSpec(model, torch.float32, fsdp=options), groups), OPTIMIZER)
+    own = rows.select(list(range(groups.coordinates.dp, len(rows), groups.layout.dp)))
+    with CommDebugMode() as communication:
+        update(trainer, [own], rows)
+    return sum(count for name, count in communication.get_comm_counts().items() if "gather" in str(name))
 
 
 def _outputs(runner: FsdpRunner, micro_batches: list[Batch], share: list[list[int]]) -> dict[int, Tensor]:

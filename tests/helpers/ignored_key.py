@@ -6,6 +6,7 @@ The ranks of the pool, which are forked later, ignore it too, and so do processe
 has the key, and PYTHONPATH a sitecustomize.py.
 """
 
+import importlib
 import os
 from pathlib import Path
 
@@ -29,13 +30,21 @@ def owned_keys(section: type[BaseModel] = Config) -> dict[str, type[BaseModel]]:
     return found
 
 
+def owner_of(key: str) -> type[BaseModel]:
+    """The class that declares a key, which is that of a recipe in gigpo.gamma."""
+    first, _, name = key.partition(".")
+    if first[0].isupper():
+        return owned_keys()[key]
+    return owned_keys(importlib.import_module(f"verl_mg.recipes.{first}").Config)[f"Config.{name}"]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--ignored-key", required=True, help="CLASS.NAME of a key that reads as its default")
+    parser.addoption("--ignored-key", required=True, help="CLASS.NAME or RECIPE.NAME that reads as its default")
 
 
 def ignore(key: str) -> None:
     """Makes a key read as its default in this process."""
-    owner, name = owned_keys()[key], key.partition(".")[2]
+    owner, name = owner_of(key), key.partition(".")[2]
     # Validation still reads the value; only a descriptor of the class hides it from whoever reads the section.
     setattr(
         owner, name, property(lambda section: type(section).model_fields[name].get_default(call_default_factory=True))

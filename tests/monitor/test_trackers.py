@@ -18,6 +18,7 @@ from rich.console import Console
 
 from tests.helpers import warm_start
 from tests.helpers.json_lines import read_lines
+from tests.run.jobs import job, make_inputs
 from verl_mg.config import Config
 from verl_mg.errors import UserError
 from verl_mg.monitor.status import EtaEstimator
@@ -287,6 +288,24 @@ def test_wandb_resumed_run_keeps_its_id(tmp_path):
         assert written_table["data"] == [["1+2=", 'so "3"\n', 1.0], ["4+4=", "9", None]]
 
 
+def tracked_job(inputs: Path, output: Path) -> None:
+    tracking = {"services": ["wandb"], "project": "sums", "name": "first try", "samples": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ALONE.items():
+            patch.setenv(name, value)
+        job("grpo", inputs, output, [f"tracking={json.dumps(tracking)}"])
+
+
+@pytest.mark.nightly
+@needs("wandb")
+def test_job_sends_each_service_as_many_samples_as_configured(ranks, tmp_path):
+    ranks.run(1, tracked_job, make_inputs(tmp_path / "inputs"), tmp_path / "run")
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
+    assert b"first try" in file.read_bytes()
+    tables = [json.loads(table.read_text()) for table in file.parent.glob("files/media/table/samples_*.table.json")]
+    assert [len(table["data"]) for table in tables] == [2, 2, 2]
+
+
 @pytest.mark.nightly
 @needs("mlflow")
 def test_mlflow_resumed_run_keeps_its_id(tmp_path):
@@ -297,6 +316,7 @@ def test_mlflow_resumed_run_keeps_its_id(tmp_path):
     assert points == [["0.25", "1"], ["0.5", "2"], ["0.5", "2"], ["0.75", "3"]]
     assert (folder / "metrics" / "eval" / "pass_4").exists()
     assert (folder / "params" / "tracking.project").read_text() == "sums"
+    assert "\nname: sums\n" in (folder.parent / "meta.yaml").read_text()
 
 
 @needs("mlflow")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.distributed import collectives
+from verl_mg.job.job import RunningJob
 
 
 class ScriptedRole:
@@ -35,6 +36,9 @@ class ScriptedRole:
 
 class ScriptedJob:
     """Job with an actor, a critic, a reference, a process reward model, and rollouts that `generate(round)` makes."""
+
+    _recipe = "scripted"
+    warn = RunningJob.warn
 
     def __init__(self, generate: Callable[[int], Batch]) -> None:
         self.iteration, self.rounds = 1, 0

@@ -1,10 +1,9 @@
 """Each key of the configuration has a test that fails when the key is ignored.
 
-    keys of recipes          a run with another value is another run, or is refused       key_changes.py
-    keys of other sections   the same, or the test that keys_and_tests.json names fails   tests/helpers/ignored_key.py
+    a run with another value is another run, or is refused    key_changes.py
+    the test that keys_and_tests.json names for it fails      tests/helpers/ignored_key.py
 
 A new key needs a row of one of them. `python -m pytest -m nightly tests/recipes/test_keys.py -k NAME` tries it.
-For the keys of "not tried yet" this is not shown: a test may name them, and none was run with the key ignored.
 """
 
 import ast
@@ -21,7 +20,6 @@ import pytest
 from tests.helpers.ignored_key import owned_keys
 from tests.recipes.key_changes import (
     CHANGES,
-    ELSEWHERE,
     NAMES,
     RECIPE_OF,
     SECTIONS,
@@ -34,7 +32,7 @@ from tests.recipes.tiny_runs import tiny_run
 
 ROOT = Path(__file__).parents[2]
 TESTS: dict[str, Any] = json.loads((Path(__file__).parent / "keys_and_tests.json").read_text(encoding="utf-8"))
-OF_RECIPES = [(name, key) for name in NAMES for key in recipe_keys(name)]
+OF_RECIPES = {f"{name}.{key}": (name, key) for name in NAMES for key in recipe_keys(name)}
 
 
 def is_test(node: str) -> bool:
@@ -45,14 +43,11 @@ def is_test(node: str) -> bool:
 
 
 def test_keys_and_tests_have_each_key_of_the_configuration():
-    keys = {key for key in owned_keys() if not key.startswith("Config.")}  # those of Config are the sections
-    named = [*SECTIONS, *TESTS["tests"], *TESTS["every run"], *TESTS["not tried yet"]]
-    assert sorted(named) == sorted(keys)
-    assert {key for _, key in OF_RECIPES} == CHANGES.keys()
-    assert set(ELSEWHERE) <= set(OF_RECIPES)
-    assert len(TESTS["not tried yet"]) <= 33  # their number only falls
-    nodes = [*TESTS["tests"].values(), *filter(None, TESTS["not tried yet"].values()), *ELSEWHERE.values()]
-    assert [node for node in nodes if not is_test(node)] == []
+    sections = {key for key in owned_keys() if not key.startswith("Config.")}  # those of Config are the sections
+    named = [*SECTIONS, *TESTS["tests"], *TESTS["every run"]]
+    assert sorted(name for name in named if name not in OF_RECIPES) == sorted(sections)
+    assert {key for _, key in OF_RECIPES.values()} == CHANGES.keys()
+    assert [node for node in TESTS["tests"].values() if not is_test(node)] == []
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +76,7 @@ def test_recipe_run_twice_is_the_same_run(run, name):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("name", "key"), [pair for pair in OF_RECIPES if pair not in ELSEWHERE])
+@pytest.mark.parametrize(("name", "key"), [OF_RECIPES[key] for key in OF_RECIPES if key not in TESTS["tests"]])
 def test_recipe_key_changes_the_run_or_is_refused(run, name, key):
     *others, _ = overrides = changed(name, key)
     usual, other = run(name, tuple(others)), run(name, tuple(overrides))

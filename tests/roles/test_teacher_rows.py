@@ -82,7 +82,9 @@ def test_other_tokens_add_up_over_pieces_of_text():
 def prompt(text: str, templated: bool) -> Prompt:
     content = "1+1"
     shown = f"<user>{content}<assistant>" if templated else content
-    return Prompt(0, (), shown, "2", {"hint": "{answer}"}, messages=[{"role": "user", "content": content}])
+    return Prompt(
+        0, (), shown, "2", {"hint": "{answer}"}, messages=[{"role": "user", "content": content}], templated=templated
+    )
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,7 @@ MIXTURE = replace(DENSE, has_experts=True)
         (replace(DENSE, cache="bfloat16"), 0.05),
         (replace(DENSE, trains_in_fp8=True), 0.2),
         (MIXTURE, 0.2),
-        (replace(MIXTURE, dtype=torch.float32), 0.2),
+        (replace(MIXTURE, dtype=torch.float32), 0.01),
         (replace(MIXTURE, replays_routing=True), 0.05),
         (replace(MIXTURE, replays_routing=True, dtype=torch.float32), 1e-3),
         (replace(MIXTURE, replays_routing=True, wire="fp8_channel"), 0.2),

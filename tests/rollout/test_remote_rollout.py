@@ -335,6 +335,10 @@ def test_server_of_another_model_raises(server, ranks, others, model, words):
             r"^rollout\.api_key_env=NOT_SET_ANYWHERE: this environment variable is not set",
         ),
         (
+            ["rollout.urls=[URL]", "rollout.admin_key_env=NOT_SET_ANYWHERE"],
+            r"^rollout\.admin_key_env=NOT_SET_ANYWHERE: this environment variable is not set",
+        ),
+        (
             ["rollout.urls=[URL]", "rollout.weight_transfer=shards"],
             r"^URL: its ranks cannot receive their shards: it was started without --custom-weight-loader "
             r"verl_mg\.engines\.sglang\.shard_receiver\.receive_shards",

@@ -131,15 +131,16 @@ def test_checkpoint_on_a_full_disk_leaves_the_last_one_and_the_run_continues(
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
 
 
-def test_prune_with_best_keeps_the_best_and_the_last_checkpoints(ranks, inputs, tmp_path):
+def test_prune_with_best_keeps_the_best_and_the_last_checkpoints_and_with_null_all(ranks, inputs, tmp_path):
     overrides = [*SHORT, "checkpoint.keep=1", "checkpoint.best=reward/mean"]
     ranks.run(1, resumable_job, "grpo", inputs, tmp_path / "run", 5, overrides)
     rewards = {line["step"]: line["reward/mean"] for line in metrics_of(tmp_path / "run")}
     best = max(rewards, key=lambda step: (rewards[step], step))
     kept = {int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()}
     assert kept == {best, 5} and best != 5
-    misspelt = [*SHORT, "checkpoint.keep=1", "checkpoint.best=reward/maen"]
-    (output,) = ranks.run(1, resumable_job, "grpo", inputs, tmp_path / "misspelt", 2, misspelt)
+    misspelt = [*SHORT, "checkpoint.keep=null", "checkpoint.best=reward/maen"]
+    (output,) = ranks.run(1, resumable_job, "grpo", inputs, tmp_path / "misspelt", 3, misspelt)
+    assert len(list((tmp_path / "misspelt" / "checkpoints").iterdir())) == 3
     assert "checkpoint.best=reward/maen: iteration 2 has no such metric" in output
 
 

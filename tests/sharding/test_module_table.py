@@ -145,6 +145,45 @@ def test_tensors_that_the_module_does_not_use_are_left_out(tmp_path):
     assert (after.parameter_shards(), after.huggingface()) == (before.parameter_shards(), before.huggingface())
 
 
+HASHED = {  # its first layer chooses experts by a table of integers
+    "mlp_layer_types": ["hash_moe", "moe"], "layer_types": ["heavily_compressed_attention"] * 2, "num_hidden_layers": 2,
+    "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4, "head_dim": 32, "qk_rope_head_dim": 4,
+    "q_lora_rank": 8, "o_lora_rank": 8, "o_groups": 2, "moe_intermediate_size": 16, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "index_n_heads": 4, "index_head_dim": 8, "hc_mult": 2,
+}  # fmt: skip
+EXPERTS_OF_TOKEN = "model.layers.0.ffn.gate.tid2eid"
+
+
+def hashed_files(folder, **changed):
+    AutoConfig.for_model("deepseek_v4", **HASHED).save_pretrained(folder)
+    tensors = {name: torch.zeros(shape) for name, shape in module_table(folder).module.shapes.items()}
+    save_file({n: t for n, t in (tensors | changed).items() if t is not None}, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("stored", "travels"),
+    [
+        (torch.int64, torch.int64),
+        (torch.int32, torch.int32),
+        (torch.uint8, torch.uint8),
+        (torch.bool, torch.bool),
+        (torch.float32, torch.int64),  # has values that the module's table does not have
+    ],
+)
+def test_table_of_integers_has_the_dtype_of_the_files_where_the_module_has_all_its_values(tmp_path, stored, travels):
+    hashed_files(tmp_path, **{EXPERTS_OF_TOKEN: torch.zeros(64, 2, dtype=stored)})
+    table = module_table(tmp_path)
+    assert table.tensor_index.dtypes[EXPERTS_OF_TOKEN] is travels
+    parameter = next(n for n, s in table.parameter_shards().items() if s.pieces[0].tensor == EXPERTS_OF_TOKEN)
+    assert table.module.dtypes[parameter] is travels
+
+
+def test_directory_without_a_table_of_integers_is_refused(tmp_path):
+    hashed_files(tmp_path, **{EXPERTS_OF_TOKEN: None})
+    with pytest.raises(UserError, match=r"no tensor for the parameter model\.layers\.0\.mlp\.gate\.tid2eid of"):
+        module_table(tmp_path)
+
+
 def test_names_are_those_of_the_directory(unknown, tmp_path):
     """Gemma 3 has been published under two sets of names."""
     renamed = {"language_model.model.": "model.language_model.", "vision_tower.": "model.vision_tower."}

@@ -10,7 +10,6 @@ from verl_mg.training.logprobs import (
     TeacherTokens,
     vocab_parallel_divergence,
     vocab_parallel_logprobs,
-    vocab_parallel_squares,
     vocab_parallel_top,
 )
 
@@ -151,14 +150,15 @@ def squares_of(rows_per_rank):
     shard, first, real = shard_of(weight, rows_per_rank)
     layer = OutputLayer(shard, first, real, dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl_mg.training.logprobs.CHUNK_BYTES", {"cpu": 24 * rows_per_rank})  # three tokens in a chunk
-        return vocab_parallel_squares(hidden, layer, TEMPERATURE)
+        patch.setattr("verl_mg.training.logprobs.CHUNK_BYTES", {"cpu": 12 * rows_per_rank})  # three tokens in a chunk
+        return vocab_parallel_logprobs(hidden, inputs()[2], layer, TEMPERATURE, "squares")
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 13), (4, 5)])
 def test_vocab_parallel_squares_equal_sums_of_full_probabilities(ranks, count, rows):
-    hidden, weight, *_ = inputs()
-    expected = (hidden @ weight.T / TEMPERATURE).double().softmax(-1).square().sum(-1).float()
+    hidden, weight, targets, *_ = inputs()
+    whole = (hidden @ weight.T / TEMPERATURE).double().softmax(-1)
+    expected = whole.gather(1, targets[:, None])[:, 0].log().float(), whole.square().sum(-1).float()
     for found in ranks.run(count, squares_of, rows):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 

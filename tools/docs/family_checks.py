@@ -32,9 +32,16 @@ TOLERANCE, MISMATCH = 1e-5, 1e-4  # of the largest log-prob of a token; nats bet
 ROWS = (17, 64, 5, 64, 2)  # tokens of the rows that are compared
 LONGEST_ROW = 4096  # of the job that a tiny model stands for: beyond the windows of most families
 STD = 0.2  # of the weights: so large that every part of the network shows in its outputs
+SMALLER_STDS = (0.1, 0.05, 0.02)  # where the output is certain at the usual one, as of a wide tied embedding
+LEAST_ENTROPY, CERTAIN = 0.5, 0.05  # nats: of a model that is made, and of one whose equal log-probs say nothing
 # Twelve passes through the same layers: at 0.2 the family's float32 is 7e-3 nats from its float64.
 STDS = {"hrm_text": 0.05}
 SEED = 7
+PYTHON = "{}_PYTHON".format  # variable of the environment with the interpreter of an engine's processes
+# What kernels of engines need on the CPU: widths of heads, a divisor of other widths, and the sizes of latents.
+HEADS, MULTIPLE = (32, 64, 128), 64
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_head_dim": 96, "head_dim": 64}
+WITH_LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 MEDIA = {
     f"{name}_token": f"<{name}>" for name in ("image", "boi", "eoi", "video", "audio", "vision_start", "vision_end")
 }
@@ -48,7 +55,10 @@ QWEN4 = {
 }
 COMPASS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [22, 22, 20]}
 ALWAYS_NEEDED: dict[str, dict[str, Any]] = {
-    "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3},
+    "deepseek_v2": {
+        **{"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3},
+        "topk_method": "group_limited_greedy",  # with groups, which engines read, the default would ignore them
+    },
     "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 4},
@@ -78,7 +88,7 @@ def make_model(family: str, folder: Path) -> Outcome:
     """Writes a tiny model of a family, the shrunk copy of its default configuration, with a tokenizer."""
     from transformers import CONFIG_MAPPING
 
-    from verl_mg.models.shrunk_config import shrink
+    from verl_mg.models.shrunk_config import Widths, shrink
     from verl_mg.models.tiny_model import character_tokenizer, perturb_vectors
     from verl_mg.models.transformers_module import module_class
 
@@ -89,26 +99,47 @@ def make_model(family: str, folder: Path) -> Outcome:
     except Exception as error:
         return Outcome("unbuildable", f"from its defaults: {type(error).__name__}: {' '.join(str(error).split())}")
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or LONGEST_ROW
-    try:
-        copy = shrink(config, min(LONGEST_ROW, positions)).config
-    except UserError as error:
-        return Outcome("unbuildable", str(error))
+    copy, failure = None, ""
+    for widths in (Widths(HEADS, MULTIPLE), Widths()):
+        try:
+            copy = copy or shrink(config, min(LONGEST_ROW, positions), widths=widths).config
+        except UserError as error:
+            failure = str(error)
+    if copy is None:
+        return Outcome("unbuildable", failure)
+    if family in WITH_LATENT:
+        copy = type(copy).from_dict(copy.to_dict() | LATENT)
     tokenizer = character_tokenizer("0123456789+-*/= abcdefgh", MEDIA.values(), named=MEDIA)
-    for part in (copy, copy.get_text_config(decoder=True)):
+    parts = (copy, copy.get_text_config(decoder=True))
+    for part in parts:
         part.pad_token_id, part.eos_token_id = tokenizer.pad_token_id, tokenizer.eos_token_id
         for name, word in MEDIA.items():
             for field in {f"{name}_id", f"{name}_index"} & vars(part).keys():
                 setattr(part, field, tokenizer.convert_tokens_to_ids(word))
-        if hasattr(part, "initializer_range"):
-            part.initializer_range = STDS.get(family, STD)
-    torch.manual_seed(SEED)
-    module = module_class(copy).from_config(copy, dtype=torch.float32)
-    perturb_vectors(module)
+    for std in (STDS.get(family, STD), *SMALLER_STDS):
+        for part in parts:
+            if hasattr(part, "initializer_range"):
+                part.initializer_range = std
+        torch.manual_seed(SEED)
+        module = module_class(copy).from_config(copy, dtype=torch.float32)
+        perturb_vectors(module)
+        if not _is_certain(module):
+            break
     module.save_pretrained(folder)
     copy.save_pretrained(folder)  # the module's may be of a part
     _processor(copy, tokenizer).save_pretrained(folder)
     size = sum(parameter.numel() for parameter in module.parameters())
     return Outcome("works", f"{copy.get_text_config(decoder=True).num_hidden_layers} layers, {size:,} weights")
+
+
+@torch.no_grad()
+def _is_certain(module: Any) -> bool:
+    """Whether a module gives nearly all of the probability to one token, so that equal log-probs say nothing."""
+    row = torch.randint(6, 30, (1, max(ROWS)), generator=torch.Generator().manual_seed(SEED))
+    with suppress(Exception):  # of any kind: the checks say why a family does not run
+        logprobs = module.eval()(input_ids=row, use_cache=False).logits[0].float().log_softmax(-1)
+        return float(-(logprobs.exp() * logprobs).sum(-1).mean()) < LEAST_ENTROPY
+    return False
 
 
 def _processor(config: PretrainedConfig, tokenizer: PreTrainedTokenizerFast) -> Any:
@@ -226,13 +257,19 @@ def resume(model: Path) -> Outcome:
 def engine(model: Path, name: str, tp: int = 1) -> Outcome:
     """Trains a model for one iteration on an engine of another program."""
     folder = model.parent / f"run-{name}{tp}"
-    metrics = _job(model, folder, 1, f"rollout.engine={name}", f"rollout.layout=tp{tp}")
+    python = os.environ[PYTHON(name)]
+    settings = (f"rollout.engine={name}", f"rollout.layout=tp{tp}", f"rollout.python={python}")
+    metrics = _job(model, folder, 1, *settings)
     received, needed = (metrics[-1][f"weight_sync/bytes_{kind}"] for kind in ("received", "lower_bound"))
     return _compared(metrics) if received == needed else Outcome("different", f"{received} bytes of {needed}")
 
 
 def _compared(metrics: list[dict[str, float]]) -> Outcome:
     errors = [line["mismatch/max_abs"] for line in metrics]
+    if min(entropies := [line["actor/entropy"] for line in metrics]) < CERTAIN:
+        return Outcome(
+            "different", f"tokens have an entropy of {min(entropies):.1e} nats, with which nothing is compared"
+        )
     is_right = all(error <= MISMATCH for error in errors)  # NaN is an error too
     return Outcome("works" if is_right else "different", f"engine and trainer differ by {max(errors):.1e} nats")
 

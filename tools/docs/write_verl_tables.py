@@ -12,7 +12,7 @@ from typing import Any
 
 from verl_mg.config import tree_for
 from verl_mg.from_verl.job import DEFAULTS, VerlJob
-from verl_mg.from_verl.rows import NO_LIMIT, Row
+from verl_mg.from_verl.rows import Row
 from verl_mg.from_verl.table import ROWS
 from verl_mg.from_verl.translate import MISSING, converted, default_of
 from verl_mg.job.recipe import load_recipe
@@ -92,8 +92,6 @@ def _theirs(row: Row, key: str) -> str:
 def _shown(value: Any) -> str:
     if isinstance(value, str) and value.startswith("${"):
         return "that of `" + value.strip("${}").replace("oc.select:", "") + "`"
-    if value == NO_LIMIT:
-        return "no limit"
     text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, bool | None) else None
     return f"`{text or value}`" if value != "" else '`""`'
 

@@ -111,8 +111,8 @@ class CheckpointConfig(ConfigSection):
 
     every: int = Field(20, ge=0)
     """Iterations between checkpoints. 0: only when a signal asks the job to end."""
-    keep: PositiveInt = 2
-    """Number of newest checkpoints that are kept."""
+    keep: PositiveInt | None = 2
+    """Number of newest checkpoints that are kept. null: all."""
     best: str | None = None
     """Metric such as eval/reward; the checkpoint with its highest value is kept as well. null: none."""
     export_every: int = Field(0, ge=0)

@@ -53,8 +53,6 @@ class Prompt:
     """Key of the section with the source's reward, such as data.test.aime.reward; "" for the job's reward."""
     turns: Sequence[TrainedRow] = ()
     """Rows that train chosen turns of the conversation; none where the answer is trained."""
-    opening: str = ""
-    """End of the text that is the beginning of the reply, which the chat template writes, such as "<think>\\n"."""
     templated: bool = False  # whether a chat template wrote the text
 
     def load_images(self) -> RowImages:
@@ -178,9 +176,7 @@ def teacher_prompt(
     """
     if prompt.images:
         raise UserError(f"{prompt.where}: {key} is for prompts without images. Leave such records out.")
-    # A chat template rendered the prompt, unless its text is its only message's.
-    is_templated = len(prompt.messages) != 1 or prompt.messages[0]["content"] != prompt.text
-    if isinstance(prompt.messages[-1]["content"], str) and is_templated:
+    if prompt.templated and isinstance(prompt.messages[-1]["content"], str):
         *context, last = prompt.messages
         text = _filled(template, prompt, last["content"], key)
         rendered = render([*context, last | {"content": text}], tokenizer, True, "", prompt.where, tools)

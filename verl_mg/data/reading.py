@@ -29,7 +29,6 @@ from verl_mg.data.rendering import (
     is_conversation,
     render,
     render_with_images,
-    reply_opening,
     tokenize,
     unwritten_tokens,
 )
@@ -256,7 +255,6 @@ class _Reader:
         rows = tokenize(texts, self.tokenizer)
         if self.report and (line := unwritten_tokens(texts, rows, self.tokenizer)):
             self.report(f"{source.path}: {line}")
-        opening = reply_opening(self.tokenizer)
         turns: list[Sequence[TrainedRow]] = [() for _ in located]
         if loss_on != "answer":
             turns = [
@@ -298,7 +296,6 @@ class _Reader:
                 of_prompt,
                 reward,
                 of_row,
-                opening if text.templated and text.text.endswith(opening) else "",
                 text.templated,
             )
             for i, (length, row, text, answer, of_prompt, of_row, (place, record)) in enumerate(columns, start=first_id)

@@ -27,6 +27,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import select
 import signal
 import socket
@@ -53,6 +54,10 @@ from verl_mg.errors import UserError
 LOG_TAIL_LINES = 12  # lines of an engine's log in an error message
 # SGLang logs this for each model class whose optional dependencies are missing.
 NOISE = "Ignore import error when loading"
+# Last line of a traceback, which vLLM's processes write after their names.
+EXCEPTION = re.compile(r"(?:^|[])] )((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$")
+CONSEQUENCE = "root cause"  # in the exceptions of vLLM's processes that another one has ended
+MESSAGE_CHARACTERS = 300  # the most of an exception in an error
 START_SECONDS = 1800.0
 CALL_SECONDS = 600.0  # time limits of the start of an engine, and of a call
 IDLE_SECONDS = 60.0  # time limit of an engine for ending its requests when they are aborted
@@ -108,7 +113,7 @@ class EngineProcess:
         return process
 
     def wait_until_ready(self, timeout: float) -> dict[str, Any]:
-        """Returns the first message, of a ready engine; UserError with the end of the log where it cannot start."""
+        """Returns the first message, of a ready engine; UserError with what its log says where it cannot start."""
         try:
             if state := self.inbox.get(timeout=timeout):
                 return state
@@ -116,7 +121,7 @@ class EngineProcess:
         except queue.Empty:
             problem = f"{self._engine}: the engine did not start within {timeout:.0f} s"
         self.kill()
-        raise UserError(f"{problem}. See its log {self._log}, which ends:{self.log_tail()}")
+        raise UserError(f"{problem}{self._why()}. Correct what it says, or set rollout.engine=hf.")
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message; a process that has ended is reported by the inbox instead."""
@@ -129,10 +134,27 @@ class EngineProcess:
             kept = deque((line for line in lines if line.strip() and NOISE not in line), LOG_TAIL_LINES)
         return "".join(f"\n  {line.rstrip()}" for line in kept)
 
+    def _why(self) -> str:
+        """Returns what the log says about the end of the process: an exception, or else its last lines."""
+        if error := self._logged_error():
+            return f": {error[:MESSAGE_CHARACTERS]} (its log: {self._log})"
+        return f"; its log {self._log} ends:{self.log_tail()}"
+
+    def _logged_error(self) -> str:
+        """Returns the last exception of the log, with the line of the program where it says nothing; else nothing."""
+        error = before = ""
+        with self._log.open(errors="replace") as lines:
+            for line in map(str.rstrip, lines):
+                if (match := EXCEPTION.search(line)) and CONSEQUENCE not in line:
+                    error = match[1].rstrip(".") if ": " in match[1] else f"{match[1]}: {before}"
+                if line.strip(" ^~"):
+                    before = line.strip()
+        return error
+
     def died(self) -> EngineDiedError:
         """Returns the exception to raise when the stream has ended."""
         self.kill()
-        return EngineDiedError(f"the engine's process ended{self._reason}; its log {self._log} ends:{self.log_tail()}")
+        return EngineDiedError(f"the engine's process ended{self._reason}{self._why()}")
 
     def close(self, timeout: float = 20.0) -> None:
         """Waits for the engine to end, and kills it after `timeout` seconds."""

@@ -13,11 +13,11 @@ from verl_mg.from_verl.rows import (
     ASK,
     CLIPPED,
     CRITIC,
-    NO_LIMIT,
     NONE,
     Row,
     Values,
     advantage_is,
+    keys_of,
     loss_is,
     same,
 )
@@ -104,12 +104,10 @@ DATA = (
         lambda job: {"evaluation.prompts": size if (size := job.integer("data.val_max_samples")) > 0 else None},
         "-1 there and null here are all"),
     Row(("data.seed",), ("job.seed",), lambda job: {} if job["data.seed"] is None else {"job.seed": job["data.seed"]}),
-    Row(("reward.custom_reward_function.path", "reward.custom_reward_function.name",
-         "reward.custom_reward_function.reward_kwargs.*", "reward.reward_manager.name",
-         "reward.reward_model.enable", "reward.reward_model.model_path"),
-        ("reward.function", "reward.options", "reward.from_model", "reward_model.path"), _reward, "`verl:PATH:NAME`"),
-    Row(("reward.reward_kwargs.overlong_buffer_cfg.enable", "reward.reward_kwargs.overlong_buffer_cfg.len",
-         "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor"),
+    Row(keys_of("reward.custom_reward_function: path name reward_kwargs.*", "reward.reward_manager.name",
+                "reward.reward_model: enable model_path"),
+        keys_of("reward: function options from_model", "reward_model.path"), _reward, "`verl:PATH:NAME`"),
+    Row(keys_of("reward.reward_kwargs.overlong_buffer_cfg: enable len penalty_factor"),
         ("algorithm.overlong_buffer",), _overlong_reward, "of `recipes/dapo.py`",
         Condition(lambda job: job["reward.reward_manager.name"] == "dapo", "with another reward_manager")),
     same("reward.num_workers", "reward.workers"),
@@ -172,7 +170,7 @@ def _filter(job: VerlJob) -> Values:
     rounds = job.integer("algorithm.filter_groups.max_num_gen_batches")
     if job["algorithm.filter_groups.metric"] not in (None, "reward", "acc", "score", "seq_reward"):
         job.report(NONE, "algorithm.filter_groups.metric", "groups are kept whose rewards differ")
-    return {"algorithm.max_sampling_rounds": rounds if rounds > 0 else NO_LIMIT}
+    return {"algorithm.max_sampling_rounds": rounds if rounds > 0 else None}
 
 
 def _pf_ppo(job: VerlJob) -> Values:
@@ -271,19 +269,14 @@ ALGORITHM = (
          when=advantage_is("grpo", "grpo_vectorized")),
     Row(("algorithm.filter_groups.max_num_gen_batches", "algorithm.filter_groups.metric"),
         ("algorithm.max_sampling_rounds",), _filter,
-        "of `recipes/dapo.py`; at the limit verl stops with an error, and the recipe trains on fewer groups"),
-    Row(("algorithm.use_kl_in_reward", "aorr.actor.use_kl_loss", "algorithm.kl_penalty", "aorr.actor.kl_loss_type",
-         "algorithm.kl_ctrl.kl_coef", "aorr.actor.kl_loss_coef", "algorithm.kl_ctrl.type",
-         "algorithm.kl_ctrl.target_kl", "algorithm.kl_ctrl.horizon"),
-        ("algorithm.kl.placement", "algorithm.kl.estimator", "algorithm.kl.coefficient", "algorithm.kl.target",
-         "algorithm.kl.horizon"), _kl,
+        "of `recipes/dapo.py`, null for 0; at the limit verl stops, and the recipe trains on fewer groups"),
+    Row(keys_of("algorithm: use_kl_in_reward kl_penalty", "aorr.actor: use_kl_loss kl_loss_type kl_loss_coef",
+                "algorithm.kl_ctrl: kl_coef type target_kl horizon"),
+        keys_of("algorithm.kl: placement estimator coefficient target horizon"), _kl,
         "`kl` is `k1`, `low_var_kl` is `k3`; a coefficient of 0, the default here, builds no reference"),
-    Row(("algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.rollout_is_threshold",
-         "algorithm.rollout_correction.rollout_rs", "algorithm.rollout_correction.rollout_rs_threshold",
-         "algorithm.rollout_correction.rollout_is_batch_normalize", "algorithm.rollout_correction.bypass_mode",
-         "algorithm.rollout_correction.loss_type"),
-        ("algorithm.off_policy.weight", "algorithm.off_policy.low", "algorithm.off_policy.high",
-         "algorithm.off_policy.normalize", "algorithm.off_policy.rejection", "algorithm.old_logprobs"), _correction,
+    Row(keys_of("algorithm.rollout_correction: rollout_is rollout_is_threshold rollout_rs rollout_rs_threshold "
+                "rollout_is_batch_normalize bypass_mode loss_type"),
+        keys_of("algorithm.off_policy: weight low high normalize rejection", "algorithm.old_logprobs"), _correction,
         "`seq_sum_k1` is `sequence-sum-k1`, of the inverse ratio; a rejected token still counts in the normalizer"),
     same("aorr.rollout.n", "algorithm.group_size"),
     Row(("aorr.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"), ("algorithm.num_minibatches",), _minibatches,

@@ -68,9 +68,9 @@ class VerlJob:
                 node[last] = self[key]
         return values
 
-    def report(self, kind: Kind, key: str, text: str) -> None:
-        """Adds a line about a key and its value."""
-        self.remarks.append(Remark(kind, (key,), text))
+    def report(self, kind: Kind, keys: str | tuple[str, ...], text: str) -> None:
+        """Adds a line about a key and its value, or about several keys."""
+        self.remarks.append(Remark(kind, (keys,) if isinstance(keys, str) else keys, text))
 
     def refusal(self, key: str, text: str) -> UserError:
         """Returns the error of a value with which no job means the same."""

@@ -9,7 +9,7 @@ from typing import get_args
 from verl_mg.config.roles import RecomputeModule
 from verl_mg.errors import UserError
 from verl_mg.from_verl.job import ALWAYS, Condition, VerlJob
-from verl_mg.from_verl.rows import CRITIC, FSDP, MEGATRON, NONE, REFERENCE, Row, Values, same
+from verl_mg.from_verl.rows import CRITIC, FSDP, MEGATRON, NONE, REFERENCE, Row, Values, keys_of, same
 
 SIZES = {
     "tensor_model_parallel_size": "tp",
@@ -83,12 +83,11 @@ def _schedule(job: VerlJob, theirs: str, ours: str) -> Values:
         style = "constant"
     values[f"{ours}.schedule"] = style
     # Its schedulers take a step in an iteration, ours in each optimizer step.
-    steps, ratio = (
-        job.number(key) if job[key] is not None else 0
-        for key in (f"{theirs}.lr_warmup_steps", f"{theirs}.lr_warmup_steps_ratio")
-    )
+    of_warmup = f"{theirs}.lr_warmup_steps"
+    steps = 0 if job[of_warmup] is None else job.integer(of_warmup)
+    ratio = 0 if job[f"{of_warmup}_ratio"] is None else job.number(f"{of_warmup}_ratio")
     if steps > 0:
-        values[f"{ours}.warmup_steps"] = int(steps) * job.updates
+        values[f"{ours}.warmup_steps"] = steps * job.updates
     elif ratio > 0:
         values[f"{ours}.warmup_ratio"] = ratio
     if style == "constant":
@@ -129,7 +128,8 @@ def _checkpointed(model: str, ours: str) -> Callable[[VerlJob], Values]:
 
 def _dtype(job: VerlJob) -> Values:
     key = "aorr.actor.megatron.dtype" if job.megatron else "aorr.actor.fsdp_config.dtype"
-    name = {"fp32": "float32", "bf16": "bfloat16"}.get(job[key], job[key])
+    name = str(job[key])
+    name = {"fp32": "float32", "bf16": "bfloat16"}.get(name, name)
     if name not in ("float32", "bfloat16"):
         job.report(NONE, key, "weights are bfloat16 with float32 master weights, or float32")
         name = "bfloat16"
@@ -218,14 +218,11 @@ WITH_REFERENCE = Condition(lambda job: job.has_reference and job.megatron, "with
 WITH_SHARDED_REFERENCE = Condition(
     lambda job: job.has_reference and not job.megatron, "without a KL penalty, or with Megatron"
 )
-TRAINED = ("lr", "weight_decay", "betas", "clip_grad", "optimizer", "lr_scheduler_type", "lr_decay_style")
-SCHEDULED = ("lr_warmup_steps", "lr_warmup_steps_ratio", "min_lr_ratio", "min_lr", "lr_decay_steps")
-OPTIMIZER_KEYS = ("kind", "lr", "weight_decay", "betas", "clip_grad", "schedule", "min_lr", "decay_steps")
-WARMUP = ("warmup_steps", "warmup_ratio")
-
-
-def _of(section: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(f"{section}.{name}" for name in names)
+OPTIMIZED = (
+    "lr weight_decay betas clip_grad optimizer lr_scheduler_type lr_decay_style lr_warmup_steps lr_warmup_steps_ratio "
+    "min_lr_ratio min_lr lr_decay_steps"
+)
+OPTIMIZER_KEYS = "kind lr weight_decay betas clip_grad schedule min_lr decay_steps warmup_steps warmup_ratio"
 
 
 def _critic_only(condition: Condition) -> Condition:
@@ -238,7 +235,7 @@ def _trained(theirs: str, fsdp: str, model: str, ours: str, also: Callable[[Cond
     always = also(ALWAYS)
     micro, dynamic = f"{theirs}.ppo_micro_batch_size_per_gpu", f"{theirs}.use_dynamic_bsz"
     longest, tokens = f"{theirs}.ppo_max_token_len_per_gpu", f"{ours}.tokens_per_micro_batch"
-    sizes = _of(f"{theirs}.megatron", tuple(SIZES))
+    sizes = keys_of(f"{theirs}.megatron: {' '.join(SIZES)}")
     fields = f"{theirs}.megatron.override_transformer_config"
     return (
         Row(sizes, (f"{ours}.layout",), _layout(theirs, f"{ours}.layout"), "`tp4-pp2-vpp2-cp2-ep8-etp1`",
@@ -247,16 +244,16 @@ def _trained(theirs: str, fsdp: str, model: str, ours: str, also: Callable[[Cond
             "`backend=fsdp`, with `cp2`", also(FSDP)),
         Row((micro, dynamic, longest), (tokens,), _tokens(micro, dynamic, longest, tokens, _cp(theirs, fsdp)),
             "always by tokens, of all ranks that share a row by cp", always),
-        Row(_of(f"{theirs}.optim", (*TRAINED, *SCHEDULED)), _of(f"{ours}.optimizer", (*OPTIMIZER_KEYS, *WARMUP)),
+        Row(keys_of(f"{theirs}.optim: {OPTIMIZED}"), keys_of(f"{ours}.optimizer: {OPTIMIZER_KEYS}"),
             _optimizer(f"{theirs}.optim", f"{ours}.optimizer"),
             "verl's schedules count iterations, ours optimizer steps", always),
-        Row(_of(f"{theirs}.megatron", SWITCHES), (f"{ours}.offload",),
+        Row(keys_of(f"{theirs}.megatron: {' '.join(SWITCHES)}"), (f"{ours}.offload",),
             _offload(f"{theirs}.megatron", f"{ours}.offload"), "all of them together", also(MEGATRON)),
-        Row(_of(fsdp, ("param_offload", "optimizer_offload")), (f"{ours}.offload",),
+        Row(keys_of(f"{fsdp}: param_offload optimizer_offload"), (f"{ours}.offload",),
             _offload(fsdp, f"{ours}.offload", ("param_offload", "optimizer_offload")), "", also(FSDP)),
         Row((f"{model}.enable_gradient_checkpointing",), (f"{ours}.recompute",), _checkpointed(model, ours),
             "on there with FSDP", also(FSDP)),
-        Row(_of(fields, ("recompute_granularity", "recompute_modules")), (f"{ours}.recompute",),
+        Row(keys_of(f"{fields}: recompute_granularity recompute_modules"), (f"{ours}.recompute",),
             lambda job: _recompute(job, ours, theirs), "", also(MEGATRON)),
     )  # fmt: skip
 
@@ -267,9 +264,8 @@ MODELS = (
     Row(("aorr.actor.strategy",), ("actor.backend",), lambda job: {}, "`fsdp2` is `fsdp`"),
     Row(("aorr.actor.megatron.dtype", "aorr.actor.fsdp_config.dtype"), ("model.dtype",), _dtype,
         "bfloat16 has float32 master weights in both"),
-    Row(("aorr.model.lora_rank", "aorr.model.lora_alpha", "aorr.model.target_modules", "aorr.model.lora_adapter_path",
-         "aorr.model.lora.rank", "aorr.model.lora.alpha", "aorr.model.lora.target_modules",
-         "aorr.model.lora.adapter_path"),
+    Row(keys_of("aorr.model: lora_rank lora_alpha target_modules lora_adapter_path",
+                "aorr.model.lora: rank alpha target_modules adapter_path"),
         ("actor.lora",), _adapters, "`{rank: 16, alpha: 32}`"),
     *_trained("aorr.actor", "aorr.actor.fsdp_config", "aorr.model", "actor", lambda condition: condition),
     Row(("aorr.actor.fsdp_config.fsdp_size",), ("fsdp.replicas",),
@@ -292,16 +288,16 @@ MODELS = (
         ("rollout.replay_routing",), _replay, "`R3`"),
     Row(("critic.model.path",), ("critic.path",), _critic_path, "", CRITIC),
     *_trained("critic", "critic.fsdp", "critic.model", "critic", _critic_only),
-    Row(_of("aorr.ref.megatron", tuple(SIZES)), ("reference.layout",), _layout("aorr.ref", "reference.layout"), "",
-        WITH_REFERENCE),
+    Row(keys_of(f"aorr.ref.megatron: {' '.join(SIZES)}"), ("reference.layout",),
+        _layout("aorr.ref", "reference.layout"), "", WITH_REFERENCE),
     Row(("aorr.ref.fsdp_config.ulysses_sequence_parallel_size",), ("reference.backend", "reference.layout"),
         _shards("aorr.ref.fsdp_config", "reference"), "", WITH_SHARDED_REFERENCE),
     Row(("aorr.ref.megatron.param_offload",), ("reference.offload",),
         _offload("aorr.ref.megatron", "reference.offload", ("param_offload",)), "", WITH_REFERENCE),
     Row(("aorr.ref.fsdp_config.param_offload",), ("reference.offload",),
         _offload("aorr.ref.fsdp_config", "reference.offload", ("param_offload",)), "", WITH_SHARDED_REFERENCE),
-    Row(("aorr.ref.log_prob_micro_batch_size_per_gpu", "aorr.ref.log_prob_use_dynamic_bsz",
-         "aorr.ref.log_prob_max_token_len_per_gpu"), ("reference.tokens_per_micro_batch",),
+    Row(keys_of("aorr.ref: log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu"),
+        ("reference.tokens_per_micro_batch",),
         _tokens("aorr.ref.log_prob_micro_batch_size_per_gpu", "aorr.ref.log_prob_use_dynamic_bsz",
                 "aorr.ref.log_prob_max_token_len_per_gpu", "reference.tokens_per_micro_batch",
                 _cp("aorr.ref", "aorr.ref.fsdp_config")), "", REFERENCE),

@@ -18,8 +18,16 @@ from verl_mg.from_verl.job import ALWAYS, Condition, Kind, VerlJob
 Values = dict[str, Any]  # {our key: value}
 NONE: Kind = "no counterpart"
 ASK: Kind = "ask"
-NO_LIMIT = 1_000_000
-"""Stands for verl's null, 0 or -1 where a key here has no value for "no limit"."""
+
+
+def keys_of(*texts: str) -> tuple[str, ...]:
+    """Returns the keys that texts name: "x y.z" two of them, and "a b: x y" a.x, a.y, b.x and b.y."""
+    keys: list[str] = []
+    for text in texts:
+        sections, colon, names = text.rpartition(": ")
+        prefixes = [f"{section}." for section in sections.split()] if colon else [""]
+        keys += [prefix + name for prefix in prefixes for name in names.split()]
+    return tuple(keys)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl_mg.from_verl.job import Condition, VerlJob
-from verl_mg.from_verl.rows import ASK, NO_LIMIT, NONE, Row, Values, same
+from verl_mg.from_verl.rows import ASK, NONE, Row, Values, keys_of, same
 
 ENGINES = ("hf", "sglang", "vllm")
 SERVICES = ("wandb", "mlflow", "swanlab")
@@ -13,7 +13,6 @@ ALWAYS_WRITTEN = ("console", "tensorboard", "file")
 PARSERS = {"hermes": "qwen25", "qwen3_coder": "qwen3_coder"}
 """SGLang's names of the formats of tool calls, by verl's."""
 MULTI_TURN = Condition(lambda job: bool(job["aorr.rollout.multi_turn.enable"]), "without multi_turn.enable")
-VALIDATED = Condition(lambda job: job["aorr.rollout.val_kwargs.do_sample"], "without do_sample")
 
 
 def _engine(job: VerlJob) -> Values:
@@ -136,7 +135,7 @@ def _checkpoints(job: VerlJob) -> Values:
     every = max(job.integer("trainer.save_freq"), 0)
     values: Values = {"checkpoint.every": every}
     if every:
-        values["checkpoint.keep"] = job["trainer.max_actor_ckpt_to_keep"] or NO_LIMIT
+        values["checkpoint.keep"] = job["trainer.max_actor_ckpt_to_keep"] or None
         if "hf_model" in job.listed("aorr.actor.checkpoint.save_contents"):
             values["checkpoint.export_every"] = every
     return values
@@ -158,26 +157,22 @@ def _resume(job: VerlJob) -> Values:
 RUN = (
     Row(("aorr.rollout.name",), ("rollout.engine",), _engine,
         "`sglang` or `vllm`, with `rollout.python` where the engine has a separate environment; or `hf`"),
-    Row(("aorr.rollout.temperature", "aorr.rollout.top_p", "aorr.rollout.top_k"),
-        ("rollout.temperature", "rollout.top_p", "rollout.top_k"), _sampling, "off is 0, not -1"),
-    Row(("aorr.rollout.tensor_model_parallel_size", "aorr.rollout.pipeline_model_parallel_size",
-         "aorr.rollout.data_parallel_size", "aorr.rollout.expert_parallel_size"), ("rollout.layout",), _layout,
-        "`tp8-ep8`; 2 there, 1 here"),
+    Row(keys_of("aorr.rollout: temperature top_p top_k"), keys_of("rollout: temperature top_p top_k"), _sampling,
+        "off is 0, not -1"),
+    Row(keys_of("aorr.rollout: tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size "
+                "expert_parallel_size"), ("rollout.layout",), _layout, "`tp8-ep8`; 2 there, 1 here"),
     same("aorr.rollout.gpu_memory_utilization", "rollout.memory_fraction",
          "of the memory that is free when engines start, not of all"),
     same("aorr.rollout.free_cache_engine", "rollout.sleep"),
     same("aorr.rollout.max_num_seqs", "rollout.max_running_requests"),
-    Row(("aorr.rollout.enforce_eager", "aorr.rollout.enable_prefix_caching", "aorr.rollout.enable_chunked_prefill",
-         "aorr.rollout.max_num_batched_tokens", "aorr.rollout.engine_kwargs.vllm.*",
-         "aorr.rollout.engine_kwargs.sglang.*"), ("rollout.vllm", "rollout.sglang"), _arguments),
-    Row(("aorr.rollout.quantization", "aorr.rollout.quantization.*"), ("rollout.wire",), _quantized, "`fp8_block`"),
+    Row(keys_of("aorr.rollout: enforce_eager enable_prefix_caching enable_chunked_prefill max_num_batched_tokens",
+                "aorr.rollout.engine_kwargs: vllm.* sglang.*"), ("rollout.vllm", "rollout.sglang"), _arguments),
+    Row(keys_of("aorr.rollout: quantization quantization.*"), ("rollout.wire",), _quantized, "`fp8_block`"),
     same("aorr.rollout.full_determinism", "job.deterministic"),
-    Row(("aorr.rollout.multi_turn.enable", "aorr.rollout.multi_turn.max_assistant_turns",
-         "aorr.rollout.multi_turn.format"), ("rollout.max_turns", "rollout.tool_call_parser"), _tools,
-        "`hermes` is `qwen25`", MULTI_TURN),
-    Row(("aorr.rollout.val_kwargs.n", "aorr.rollout.val_kwargs.temperature", "aorr.rollout.val_kwargs.top_p",
-         "aorr.rollout.val_kwargs.top_k", "aorr.rollout.val_kwargs.do_sample"),
-        ("evaluation.samples", "evaluation.temperature", "evaluation.top_p"), _evaluation,
+    Row(keys_of("aorr.rollout.multi_turn: enable max_assistant_turns format"),
+        ("rollout.max_turns", "rollout.tool_call_parser"), _tools, "`hermes` is `qwen25`", MULTI_TURN),
+    Row(keys_of("aorr.rollout.val_kwargs: n temperature top_p top_k do_sample"),
+        keys_of("evaluation: samples temperature top_p"), _evaluation,
         "greedy without `do_sample`"),
     Row(("trainer.test_freq", "trainer.val_before_train"), ("evaluation.every",), _every, "before training too"),
     Row(("trainer.total_training_steps", "trainer.total_epochs"), ("job.iterations",), _iterations,
@@ -186,7 +181,7 @@ RUN = (
         lambda job: {"job.output": str(Path(str(job["trainer.default_local_dir"])).expanduser())}),
     Row(("trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "aorr.actor.checkpoint.save_contents"),
         ("checkpoint.every", "checkpoint.keep", "checkpoint.export_every"), _checkpoints,
-        "null there keeps all; `hf_model` is `export_every`"),
+        "null keeps all; `hf_model` is `export_every`"),
     Row(("trainer.resume_mode",), (), _resume, "the same command resumes"),
     Row(("trainer.logger",), ("tracking.services",), _services, "files, TensorBoard and console are always there"),
     same("trainer.project_name", "tracking.project"),

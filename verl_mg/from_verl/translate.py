@@ -110,14 +110,14 @@ def converted(job: VerlJob, recipe: Recipe) -> dict[str, Any]:
         given = tuple(key for key in job.given if row.reads(key))
         if not row.when.holds(job):
             if given:
-                job.remarks.append(Remark("ignored", given, f"verl does not read it {row.when.otherwise}"))
+                job.report("ignored", given, f"verl does not read it {row.when.otherwise}")
             continue
         for key, value in row.convert(job).items():
             default = default_of(tree, key)
             if default is MISSING:
                 if value != FIXED.get(key, MISSING) and value is not None:
                     text = f"recipes/{recipe.name}.py has no {key}, which would be {value}"
-                    job.remarks.append(Remark("no counterpart", given or row.theirs[:1], text))
+                    job.report("no counterpart", given or row.theirs[0], text)
             elif given or value != default:
                 values[key] = value
     return values
@@ -154,8 +154,7 @@ def _without_effect(values: dict[str, Any], config: Config, recipe: Recipe, job:
         for name, value in below.items():
             of_key = [row for row in ROWS if any(name == ours or name.startswith(f"{ours}.") for ours in row.ours)]
             if given := tuple(theirs for theirs in job.given if any(row.reads(theirs) for row in of_key)):
-                text = f"{name}={value} has no effect, since {reason}"
-                job.remarks.append(Remark("ignored", given, text))
+                job.report("ignored", given, f"{name}={value} has no effect, since {reason}")
     return unused
 
 
@@ -167,11 +166,10 @@ def _add_unread(job: VerlJob) -> None:
         unread = next((unread for unread in UNREAD if unread.fits(key)), None)
         if unread is None:
             job.report("unknown", key, "not a key of verl 0.9.1 that is known here")
-        elif unread.kind == "ignored" or unread.is_off(key, job):
-            text = unread.text if unread.kind == "ignored" else "off, or as here"
-            job.remarks.append(Remark("ignored", (key,), text))
+        elif unread.kind != "ignored" and unread.is_off(key, job):
+            job.report("ignored", key, "off, or as here")
         else:
-            job.remarks.append(Remark(unread.kind, (key,), unread.text))
+            job.report(unread.kind, key, unread.text)
 
 
 def _grouped(remarks: Iterable[Remark]) -> list[Remark]:

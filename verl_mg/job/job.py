@@ -13,6 +13,7 @@ All ranks take each step together.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -78,6 +79,7 @@ from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.rows.samples import RolloutRecord
 from verl_mg.training.runner import Runner
 
+log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Role)
 
 
@@ -331,6 +333,11 @@ class RunningJob:
         """Replaces the sample ids by 0, 1, ... over all ranks and returns the batch; see `collectives`."""
         return collectives.reassign_sample_ids(batch)
 
+    def warn(self, text: str) -> None:
+        """Logs a warning of the recipe, which all ranks give, once."""
+        if dist.get_rank() == 0:
+            log.warning("%s: %s", self._recipe, text)
+
     # -- data
 
     def sft_batch(self, prompts: Sequence[Prompt]) -> Batch:
@@ -380,12 +387,8 @@ class RunningJob:
         report = print if config.job.console and dist.get_rank() == 0 else None
         if report and (warning := unread_reasoning(config.rollout, self.tokenizer)):
             report(warning)
-        options: dict[str, Any] = {
-            "seed": config.job.seed,
-            "tools": self._schemas,
-            "report": report,
-            "processor": self.processor,
-        }
+        options: dict[str, Any] = {"seed": config.job.seed, "tools": self._schemas, "report": report}
+        options["processor"] = self.processor
         self.test_prompts: Prompts | None = None
         if config.data.test is not None:
             self.test_prompts = read_prompts(config.data, "test", self.tokenizer, **options)

@@ -102,7 +102,7 @@ class PackedModel(GPTModel):
         embedded = self.multi_token.embed(following.ids, weight)
         states = self.multi_token(hidden.detach() if self.detaches_heads else hidden, embedded, micro.packed)
         predicting = self.gather_sequence(states)[following.hidden_index]
-        logprobs, _ = vocab_parallel_logprobs(predicting, following.targets, layer, 1.0, with_entropy=False)
+        logprobs, _ = vocab_parallel_logprobs(predicting, following.targets, layer, 1.0, extra=None)
         return logprobs.new_zeros(1, len(micro.token_index)).index_copy(1, following.scored_index, logprobs[None])
 
     def _values(self, hidden: Tensor, micro: MicroBatch[PackedSequences]) -> Tensor:

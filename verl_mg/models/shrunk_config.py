@@ -84,7 +84,15 @@ class ShrunkConfig:
     """Divisor of windows, original lengths of rope, and the longest row: that of the copy is at most `LONGEST_ROW`."""
 
 
-def shrink(config: PretrainedConfig, longest_row: int, divisor: int = 1) -> ShrunkConfig:
+@dataclass(frozen=True)
+class Widths:
+    """Widths of a copy; kernels of engines need larger ones."""
+
+    of_heads: tuple[int, ...] = WIDTHS_OF_HEADS  # of the widest head: the first with which a family builds
+    multiple: int = SMALLEST  # of which widths are multiples
+
+
+def shrink(config: PretrainedConfig, longest_row: int, divisor: int = 1, widths: Widths = Widths()) -> ShrunkConfig:
     """Returns a narrow copy of a language model's configuration, of the same family and with each kind of its layers.
 
     A row of the copy with `LONGEST_ROW` tokens crosses the bounds that the job's longest row crosses. `divisor`, such
@@ -92,7 +100,7 @@ def shrink(config: PretrainedConfig, longest_row: int, divisor: int = 1) -> Shru
     UserError if no copy can be built.
     """
     with _silent():
-        return _shrink(config, longest_row, divisor)
+        return _shrink(config, longest_row, divisor, widths)
 
 
 @contextmanager
@@ -106,11 +114,11 @@ def _silent() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _shrink(config: PretrainedConfig, longest_row: int, divisor: int) -> ShrunkConfig:
+def _shrink(config: PretrainedConfig, longest_row: int, divisor: int, widths: Widths) -> ShrunkConfig:
     bounds = _Bounds(longest_row, max(1.0, longest_row / LONGEST_ROW))
     failure: Exception = ValueError("it has no layers of its kinds")
-    for head_width in WIDTHS_OF_HEADS:
-        narrow = partial(_copy, config, bounds, divisor, head_width)
+    for head_width in widths.of_heads:
+        narrow = partial(_copy, config, _Target(bounds, divisor, head_width, widths.multiple))
         try:
             kinds, depths = _kinds(_meta(narrow(None))), list(_depths(config))
         except Exception as error:  # of any kind, from a library at untested sizes
@@ -282,6 +290,16 @@ class _Bounds:
 
 
 @dataclass(frozen=True)
+class _Target:
+    """Widths and bounds by which the sizes of all parts of a copy are chosen."""
+
+    bounds: _Bounds
+    divisor: int  # of the number of heads
+    head_width: int
+    multiple: int  # of which other widths are multiples
+
+
+@dataclass(frozen=True)
 class _Scale:
     """Divisors of a part of a model."""
 
@@ -290,10 +308,12 @@ class _Scale:
     width: float  # of all other widths
     kv_heads: int | None
     bounds: _Bounds
+    multiple: int
 
     @classmethod
-    def of(cls, config: PretrainedConfig, bounds: _Bounds, divisor: int, head_width: int) -> _Scale:
+    def of(cls, config: PretrainedConfig, target: _Target) -> _Scale:
         """Returns the divisors with which the widest head has a width."""
+        divisor, head_width = target.divisor, target.head_width
         heads = int(_known(config, "num_attention_heads", "num_heads") or HEADS)
         hidden = int(_known(config, "hidden_size") or heads * head_width)
         kv = next((v for k, v in config.to_dict().items() if KV_HEADS.fullmatch(k) and isinstance(v, int)), None)
@@ -318,9 +338,9 @@ class _Scale:
         )
         narrow = hidden * kept // (heads * by_width)
         if hidden != heads * (_known(config, "head_dim") or hidden // heads) or heads % kept:
-            step = math.lcm(MULTIPLE, kept)
+            step = math.lcm(MULTIPLE, target.multiple, kept)
             narrow = max(2 * MULTIPLE, -(-narrow // step) * step)
-        return cls(heads / kept, by_width, hidden / narrow, fewer, bounds)
+        return cls(heads / kept, by_width, hidden / narrow, fewer, target.bounds, target.multiple)
 
     def field(self, name: str, value: Any) -> Any:
         """Returns the value of a field of the copy."""
@@ -370,7 +390,8 @@ class _Scale:
         if WIDTHS.search(name) and not NOT_WIDTHS.search(name):
             width = value / self.width
             # Whole, or what a grouped product of matrices can read.
-            return int(width) if width % SMALLEST == 0 else max(1, round(width / MULTIPLE)) * MULTIPLE
+            step = max(MULTIPLE, self.multiple)
+            return int(width) if width % self.multiple == 0 else max(1, round(width / step)) * step
         return value
 
 
@@ -383,12 +404,10 @@ def _is_head_width(name: str) -> bool:
     return bool(HEAD_WIDTHS.search(name)) and "mamba" not in name
 
 
-def _copy(
-    config: PretrainedConfig, bounds: _Bounds, divisor: int, head_width: int, layers: tuple[int, ...] | None
-) -> PretrainedConfig:
+def _copy(config: PretrainedConfig, target: _Target, layers: tuple[int, ...] | None) -> PretrainedConfig:
     """Returns a narrow copy with some of the layers; None: with all."""
     text = config.get_text_config(decoder=True)
-    fields = _narrow(config, bounds, divisor, head_width, _Scale.of(text, bounds, divisor, head_width))
+    fields = _narrow(config, target, _Scale.of(text, target))
     part = next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
     _name_tokens(fields)
     if layers is not None:
@@ -400,15 +419,15 @@ def _copy(
     return copy
 
 
-def _narrow(config: PretrainedConfig, bounds: _Bounds, divisor: int, head_width: int, scale: _Scale) -> Fields:
+def _narrow(config: PretrainedConfig, target: _Target, scale: _Scale) -> Fields:
     fields: Fields = {}
     for name, value in _unusual_fields(config).items():
         child = getattr(config, name, None) if name in config.sub_configs else None
         if child is None or not hasattr(child, "to_dict"):
             fields[name] = scale.field(name, value)
             continue
-        inner = _Scale.of(child, bounds, divisor, head_width) if hasattr(child, "hidden_size") else scale
-        fields[name] = _narrow(child, bounds, divisor, head_width, inner)
+        inner = _Scale.of(child, target) if hasattr(child, "hidden_size") else scale
+        fields[name] = _narrow(child, target, inner)
         if "out_hidden_size" in fields[name]:  # a tower's outputs are as wide as the text's embeddings
             fields[name]["out_hidden_size"] = int(value["out_hidden_size"] / scale.width)
     return fields

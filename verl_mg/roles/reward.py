@@ -80,14 +80,14 @@ class SampleTexts:
     def of_tokens(self, prompt: Prompt, tokens: Sequence[int], truncated: bool, opening: str | None = None) -> Sample:
         """Returns a response to a prompt with the special tokens that the policy has written in it.
 
-        `opening` is what the chat template has written of the reply; None: as the prompt ends.
+        `opening` is what the chat template has written of the reply; None: as it has in the prompt.
         """
         ended = bool(tokens) and tokens[-1] in self.stop_token_ids
-        begun = prompt.opening if opening is None else opening
+        of_prompt = self._opening if prompt.templated and prompt.text.endswith(self._opening) else ""
+        begun = of_prompt if opening is None else opening
         response = begun + self._decode(tokens[:-1] if ended else tokens)
         finish: Literal["length", "stop"] = "length" if truncated else "stop"
-        text = prompt.text.removesuffix(prompt.opening)
-        return Sample(text, response, prompt.answer, prompt.record, finish, len(tokens))
+        return Sample(prompt.text.removesuffix(of_prompt), response, prompt.answer, prompt.record, finish, len(tokens))
 
     def of_conversation(
         self, prompt: Prompt, conversation: Conversation, segment: Callable[[int], Sequence[int]], truncated: bool

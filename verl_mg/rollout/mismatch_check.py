@@ -39,8 +39,8 @@ from verl_mg.roles.models import Actor, Policy
 from verl_mg.rollout.engine_group import EngineGroup
 from verl_mg.rows.samples import samples_to_batch
 
-FLOAT32, HALF, COARSE = 1e-3, 0.05, 0.2  # nats; 0.0044 was measured in bfloat16
-"""Bounds in float32, in 16 bits, and for `Precision.is_coarse`."""
+FLOAT32, FLOAT32_EXPERTS, HALF, COARSE = 1e-3, 0.01, 0.05, 0.2  # nats; 0.0044 was measured in bfloat16
+"""Bounds in float32, without and with experts that are selected twice, in 16 bits, and for `Precision.is_coarse`."""
 NEW_TOKENS = 16  # compared tokens at the end of the longest row
 WHOLE = ("auto", "float32", "float16", "bfloat16", "bf16")
 """Types of keys and values that are not quantized, by the names of engines."""
@@ -77,13 +77,13 @@ class Precision:
 
     @property
     def is_coarse(self) -> bool:
-        """Whether engine and trainer compute with other weights, keys and values, or experts."""
+        """Whether engine and trainer compute with other weights, keys and values, or often with other experts."""
         quantizes = self.wire != "cast" or self.trains_in_fp8 or self.cache not in WHOLE
-        return quantizes or self.selects_experts_twice
+        return quantizes or (self.selects_experts_twice and self.dtype is not torch.float32)
 
     @property
     def selects_experts_twice(self) -> bool:
-        """Whether engine and trainer each select experts: near ties fall differently."""
+        """Whether engine and trainer each select experts: near ties fall differently, few of them in float32."""
         return self.has_experts and not self.replays_routing
 
 
@@ -93,7 +93,9 @@ def largest_mismatch(setting: MaxMismatch, precision: Precision) -> float | None
         return setting
     if precision.is_coarse:
         return COARSE
-    return FLOAT32 if precision.dtype is torch.float32 else HALF
+    if precision.dtype is not torch.float32:
+        return HALF
+    return FLOAT32_EXPERTS if precision.selects_experts_twice else FLOAT32
 
 
 def probe_tokens(prompts: Iterable[Prompt], length: int, excluded: Collection[int] = ()) -> tuple[int, ...]:

@@ -196,11 +196,11 @@ def _reason(error: OSError, path: Path) -> str:
     return f"{error.filename or path}: {error.strerror or error}"
 
 
-def _prune(folder: Path, newest: Path, keep: int, keep_best: bool) -> None:
-    """Keeps the last `keep` checkpoints up to the newest and, with `keep_best`, that with the highest score."""
+def _prune(folder: Path, newest: Path, keep: int | None, keep_best: bool) -> None:
+    """Keeps the last `keep` checkpoints up to the newest, or all, and with `keep_best` that with the highest score."""
     # Checkpoints of later iterations are damaged, for the run resumed from one before: they do not count.
     paths = [path for path in checkpoints_in(folder) if int(path.name) <= int(newest.name)]
-    kept = set(paths[-keep:])
+    kept = set(paths[-keep:] if keep else paths)
     if keep_best:
         scores: dict[Path, float] = {}
         for path in paths:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,9 @@ from verl_mg.training.weight_gradients import added_to_buffer, gradient_buffer, 
 # GPU-RAN: h200-1, h100-1
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**24}
 """Bytes of one chunk of float32 logits on one rank, by the kind of device: large enough for efficient products."""
+
+Extra = Literal["entropy", "squares"] | None
+"""Outputs in addition to log-probs: entropies, or the sums of squared probabilities, which have no gradients."""
 
 DIVERGENCE_COPIES = 6  # tensors as large as the logits that a chunk needs for a divergence, temporary ones included
 
@@ -216,30 +219,17 @@ def _gathered(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def vocab_parallel_squares(hidden: Tensor, layer: OutputLayer, temperature: float) -> Tensor:
-    """Computes the sum of the squares of softmax(logits / temperature), (n,) float32, without gradients.
-
-    `hidden` (n, h) is the same on every rank of the group.
-    """
-    squares = hidden.new_empty(len(hidden), dtype=torch.float32)
-    for chunk in layer.chunks(len(hidden), copies=2):
-        logits = scaled(layer.logits(hidden[chunk]), temperature)
-        logits -= log_normalizer(logits, layer.group)[:, None]
-        squares[chunk] = sum_over(logits.mul_(2).exp_().sum(-1), layer.group)
-    return squares
-
-
 def vocab_parallel_logprobs(
-    hidden: Tensor, targets: Tensor, layer: OutputLayer, temperature: float, with_entropy: bool = True
+    hidden: Tensor, targets: Tensor, layer: OutputLayer, temperature: float, extra: Extra = "entropy"
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes log p(target) and the entropy of softmax(logits / temperature).
+    """Computes log p(target) of softmax(logits / temperature), and its entropy or its sum of squares.
 
     `hidden` (n, h) is the same on every rank of the group; its gradient is this rank's part, which the caller sums.
     `targets` are (n,), or (n, c) candidates for each token, and the log-probs like them. All in nats and float32.
     """
     candidates = targets if targets.dim() == 2 else targets[:, None]
-    logprobs, entropy, _ = _LogProbs.apply(hidden, layer.weight, candidates, layer, temperature, with_entropy, None)
-    return logprobs.view(targets.shape), entropy if with_entropy else None
+    logprobs, other, _ = _LogProbs.apply(hidden, layer.weight, candidates, layer, temperature, extra, None)
+    return logprobs.view(targets.shape), other if extra else None
 
 
 def vocab_parallel_divergence(
@@ -250,7 +240,7 @@ def vocab_parallel_divergence(
     Each result is (n,), in nats and float32, and has gradients; the teacher has none. `hidden` is as in
     `vocab_parallel_logprobs`.
     """
-    outputs = _LogProbs.apply(hidden, layer.weight, targets[:, None], layer, temperature, True, teacher)
+    outputs = _LogProbs.apply(hidden, layer.weight, targets[:, None], layer, temperature, "entropy", teacher)
     logprobs, entropy, divergence = outputs
     return logprobs.squeeze(1), entropy, divergence
 
@@ -264,11 +254,11 @@ class _LogProbs(torch.autograd.Function):
         targets: Tensor,
         layer: OutputLayer,
         temperature: float,
-        with_entropy: bool,
+        extra: Extra,
         teacher: TeacherTokens | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
-        entropy = hidden.new_empty(len(hidden), dtype=torch.float32)
+        entropy = hidden.new_empty(len(hidden), dtype=torch.float32)  # or the sums of squares
         normalizer, divergence = torch.empty_like(entropy), torch.empty_like(entropy)
         of_teacher = torch.empty(2, len(hidden) if teacher else 0, device=hidden.device)  # normalizer, sum of slopes
         ctx.kept = None
@@ -282,18 +272,21 @@ class _LogProbs(torch.autograd.Function):
             logits -= highest[:, None]
             # All sums over the vocabulary travel in one all-reduce; they are relative to the maxima of the other.
             sums = [_pick(logits, local, is_local).T]
-            exponentials = logits.exp() if with_entropy or keeps or teacher else logits.exp_()
+            exponentials = logits.exp() if extra == "entropy" or keeps or teacher else logits.exp_()
             sums += [exponentials.sum(-1)[None]]
-            if with_entropy:
-                sums += [exponentials.mul_(logits).sum(-1)[None]]
+            if extra:
+                factor = logits if extra == "entropy" else exponentials
+                sums += [exponentials.mul_(factor).sum(-1)[None]]
             del exponentials
             summed = sum_over(torch.cat(sums), layer.group)
             picked, total = summed[: targets.shape[1]], summed[targets.shape[1]]
             logarithm = total.log()
             normalizer[chunk] = highest + logarithm
             logprobs[chunk] = (picked - logarithm).T
-            if with_entropy:
+            if extra == "entropy":
                 entropy[chunk] = logarithm - summed[-1] / total
+            elif extra:
+                entropy[chunk] = summed[-1] / total**2
             if keeps or teacher:
                 logits.sub_(logarithm[:, None])
             if teacher:
@@ -312,6 +305,8 @@ class _LogProbs(torch.autograd.Function):
         ctx.buffer = gradient_buffer(weight, layer.fused_gradient)
         # Outputs without a gradient arrive as None, and their terms are left out of the backward pass.
         ctx.set_materialize_grads(False)
+        if extra == "squares":
+            ctx.mark_non_differentiable(entropy)
         return logprobs, entropy, divergence
 
     @staticmethod
@@ -397,8 +392,7 @@ class TeacherDivergence:
 class TokenOutputs:
     """Request to a language model: log-probs, or in place of them what a student needs of its teacher."""
 
-    entropy: bool = True  # compute entropies too
-    squares: bool = False  # compute the sums of squared probabilities too, in place of entropies; without gradients
+    extra: Extra = "entropy"
     # Compare with teachers, whose columns the micro-batches have; with entropies.
     teacher: TeacherDivergence | None = None
     top: int = 0  # number of likeliest tokens, whose log-probs and ids are the output; 0: they are not
@@ -410,7 +404,7 @@ class TokenOutputs:
         """Dimensions of a token's entry in the column of the outputs: () where it is only a log-prob."""
         if self.hidden:
             return (self.hidden,)
-        if self.squares:
+        if self.extra == "squares":
             return (2,)
         return (2, self.top) if self.top else ()
 
@@ -424,12 +418,9 @@ class TokenOutputs:
             return states.T.float()
         if self.top:
             return torch.cat([part.T.float() for part in vocab_parallel_top(states, layer, temperature, self.top)])
-        if self.squares:
-            logprobs, _ = vocab_parallel_logprobs(states, micro.targets, layer, temperature, with_entropy=False)
-            return torch.stack([logprobs, vocab_parallel_squares(states, layer, temperature)])
         if self.teacher is None:
-            logprobs, entropy = vocab_parallel_logprobs(states, micro.targets, layer, temperature, self.entropy)
-            return logprobs[None] if entropy is None else torch.stack([logprobs, entropy])
+            logprobs, other = vocab_parallel_logprobs(states, micro.targets, layer, temperature, self.extra)
+            return logprobs[None] if other is None else torch.stack([logprobs, other])
         if self.teacher.layers is None:
             likeliest = micro.local_column(TEACHER_TOP)[:, 1].long()
             # The candidates are further targets of the same product: one pass over the logits scores all of them.
@@ -442,6 +433,6 @@ class TokenOutputs:
         return torch.stack(vocab_parallel_divergence(states, micro.targets, layer, temperature, theirs))
 
 
-LOGPROBS = TokenOutputs(entropy=False)  # only log-probs
-SQUARES = TokenOutputs(entropy=False, squares=True)  # log-probs and sums of squared probabilities
+LOGPROBS = TokenOutputs(extra=None)  # only log-probs
+SQUARES = TokenOutputs(extra="squares")  # log-probs and sums of squared probabilities
 EVERYTHING = TokenOutputs()  # log-probs and entropies, which every update reports

@@ -129,6 +129,11 @@ def test_collect_failed_call_is_observed_as_an_error(text, result):
     assert observed(text, tools=[calculator, endless], tool_timeout_s=limit) == worded(result)
 
 
+def test_collect_call_in_another_format_is_made():
+    call = '<|python_tag|>{"name": "calculator", "parameters": {"expression": "6*7"}}'
+    assert observed(call, tool_call_parser="llama3") == worded("42")
+
+
 @pytest.mark.parametrize("opened", [False, True])
 def test_collect_call_in_the_reasoning_is_not_made(opened):
     # The template of a model that always thinks opens the reasoning at the end of the prompt.

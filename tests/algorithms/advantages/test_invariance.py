@@ -70,6 +70,7 @@ ADVANTAGES: dict[str, Callable[[Rows, Tensor], Tensor]] = {
     "whiten": lambda r, whole: package.whiten(r["rewards"], r["mask"], whole),
     "distillation_advantages": lambda r, _: package.distillation_advantages(r["old"], r["teacher"], r["mask"]),
     "implicit_rewards": lambda r, _: package.implicit_rewards(r["teacher"], r["old"], r["mask"], 0.05),
+    "process_sums": lambda r, _: package.process_sums(r["rewards"], r["mask"]),
     "prime_advantages": lambda r, _: package.prime_advantages(r["rewards"], r["scores"], r["mask"], r["groups"], 0.9),
 }
 ABOUT_ALL_ROWS = {"moments", "resampling_weights", "select"}  # a sum over rows, and draws from all of them

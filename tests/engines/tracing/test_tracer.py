@@ -97,6 +97,7 @@ class WithBuffers(torch.nn.Module):
         self.register_buffer("angles", torch.arange(3.0))
         self.register_buffer("undefined", torch.full((), math.nan))
         self.register_buffer("total", torch.zeros(1))
+        self.register_buffer("halves", self.weight.data.view(2, -1), persistent=False)
 
     def load_weights(self, tensors):
         for name, tensor in tensors:
@@ -105,7 +106,7 @@ class WithBuffers(torch.nn.Module):
 
 
 def test_traced_shards_have_the_buffers_that_a_loader_fills():
-    """Before it is loaded, the scale has the value of its code in the first pass."""
+    """Before it is loaded, the scale has the value of its code in the first pass; the halves are the weight again."""
     shapes = {"weight": (BASE,), "scale": (1,), "bias": (3,)}
     codes = PositionCodes(shapes)
     assert codes.tensor("scale", 0) == 1

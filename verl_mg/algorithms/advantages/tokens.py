@@ -145,20 +145,17 @@ def moments(values: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([kept.new_tensor(float(kept.numel())), kept.sum(), kept.square().sum()])
 
 
-def whiten(values: Tensor, mask: Tensor, moments: Tensor, shift_mean: bool = True) -> Tensor:
+def whiten(values: Tensor, mask: Tensor, moments: Tensor) -> Tensor:
     """Returns (...) values with zero mean and unit (unbiased) variance over all ranks; 0 outside the mask.
 
     Args:
         values, mask: (...) float and bool.
         moments: (3,) float64, results of the function `moments` added over all ranks.
-        shift_mean: false keeps the mean and only scales the deviations.
     """
     count, total, squares = moments.unbind()
     mean = total / count.clamp(min=1)
     variance = ((squares - mean * total) / (count - 1).clamp(min=1)).clamp(min=0)
     whitened = (values.detach().double() - mean) / (variance + EPSILON).sqrt()
-    if not shift_mean:
-        whitened = whitened + mean
     return torch.where(mask, whitened, 0.0).to(values.dtype)
 
 
@@ -216,7 +213,6 @@ def prime_advantages(
     groups: Tensor,
     gamma: float = 1.0,
     process_weight: float = 1.0,
-    outcome_weight: float = 1.0,
 ) -> Tensor:
     """Returns (n, T) advantages from process and outcome rewards, 0 outside the mask: arXiv:2502.01456, equation 5.
 
@@ -229,7 +225,7 @@ def prime_advantages(
         scores, groups: (n,) float outcomes, and int64 equal for responses to one prompt, all of which are here; a
             group of one is its own baseline.
         gamma: discount of process rewards from one masked token to the next.
-        process_weight, outcome_weight: factors of the two parts.
+        process_weight: factor of the part of the process rewards.
     """
     rewards = torch.where(mask, process_rewards, 0.0).double()
     means = rewards.sum(1) / mask.sum(1).clamp(min=1)
@@ -239,4 +235,4 @@ def prime_advantages(
     baseline = means - rloo(means, groups, samples)
     process = discounted_returns(rewards - baseline[:, None], mask, gamma)
     outcome = torch.where(mask, rloo(scores.double(), groups, samples)[:, None], 0.0)
-    return (process_weight * process + outcome_weight * outcome).to(process_rewards.dtype)
+    return (process_weight * process + outcome).to(process_rewards.dtype)

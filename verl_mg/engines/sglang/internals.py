@@ -282,7 +282,7 @@ def unloaded_model(
     # GPU-RAN: not yet
     if not torch.cuda.is_available():
         default_to_the_cpu()
-    arguments = ServerArgs(
+    options: dict[str, Any] = dict(
         model_path=model_dir,
         device="cpu",
         dtype="float32",
@@ -291,7 +291,6 @@ def unloaded_model(
         ep_size=layout.ep,
         attn_dp_size=layout.adp,
         disable_shared_experts_fusion=True,  # as in engines: a separate layer, as in the weight table
-        attention_backend="triton",  # a model with attention sinks refuses others; its kernels are not used
         moe_runner_backend="triton",  # with others SGLang may transpose the weights of experts
         sampling_backend="pytorch",
         disable_custom_all_reduce=True,
@@ -304,7 +303,13 @@ def unloaded_model(
     # SGLang reads the capability of a GPU for sparse attention, whatever the device is.
     asked = {} if torch.cuda.is_available() else {"get_device_capability": lambda device=None: (9, 0)}
     with library().replaced(torch.cuda, **asked):
-        runtime_context.publish(arguments, role="scheduler", ranks=ranks)
+        # Kernels of attention are not used. Models with sinks refuse others, those with short convolutions this one.
+        arguments = ServerArgs(**options, attention_backend="triton")
+        try:
+            runtime_context.publish(arguments, role="scheduler", ranks=ranks)
+        except AssertionError:
+            arguments = ServerArgs(**options, attention_backend="torch_native")
+            runtime_context.publish(arguments, role="scheduler", ranks=ranks)
     parallel_state.init_distributed_environment(
         layout.ranks, rank, f"file://{store.absolute()}", local_rank=rank, backend="gloo"
     )

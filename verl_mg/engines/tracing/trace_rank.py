@@ -92,8 +92,13 @@ def traced_shards(
     """
     parameters = dict(model.named_parameters())
     # Whether a buffer is saved says nothing: a loader finds buffers by their names. Those that it leaves as they are,
-    # such as tables of angles, are no weights.
-    before = {name: buffer.clone() for name, buffer in model.named_buffers() if not name.endswith(derived)}
+    # such as tables of angles, are no weights; nor is another view of a parameter's memory, such as of a convolution.
+    memory = {tensor.untyped_storage().data_ptr() for tensor in parameters.values()}
+    before = {
+        name: buffer.clone()
+        for name, buffer in model.named_buffers()
+        if not name.endswith(derived) and buffer.untyped_storage().data_ptr() not in memory
+    }
     tensors = dict(parameters)
     passes: dict[str, list[Tensor]] = defaultdict(list)
     for number in range(codes.passes):
