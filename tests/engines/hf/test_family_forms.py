@@ -1,13 +1,15 @@
 """Families without a table of the project are decoded in the fastest form that is right for them."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from tests.helpers.tiny_models import nightly, tiny_model
+from tests.helpers.tiny_models import nightly, noise_image, tiny_model
+from tools.docs.family_checks import make_model
 from verl_mg.engines.engine import Request, Sampling
 from verl_mg.engines.hf import decoding, family_forms
 from verl_mg.engines.hf.decoding import TextEnd, decode, draw_tokens
@@ -53,7 +55,8 @@ def test_engine_of_a_family_without_a_table_has_the_logprobs_of_whole_rows(name,
     whole = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.float32).eval()
     for request, sample in zip(requests, samples, strict=True):
         with torch.no_grad():
-            logits = whole(torch.tensor([request.prompt + sample.tokens])).logits[0, len(request.prompt) - 1 : -1]
+            ids = torch.tensor([request.prompt + sample.tokens])
+            logits = whole(ids, use_cache=False).logits[0, len(request.prompt) - 1 : -1]
         scores = (logits / 0.7).log_softmax(-1).gather(1, torch.tensor(sample.tokens)[:, None]).squeeze(1)
         torch.testing.assert_close(torch.tensor(sample.logprobs), scores, atol=1e-4, rtol=0)
 
@@ -95,6 +98,17 @@ def test_family_that_decodes_otherwise_than_it_computes_is_refused_for_training(
     with pytest.raises(UserError, match=words):
         family_form(CONFIG_MAPPING["phi3"](), LONGEST, is_trained=True)
     assert family_form(CONFIG_MAPPING["phi3"](), LONGEST, is_trained=False).form is WHOLE
+
+
+@pytest.mark.nightly
+def test_engine_of_a_family_that_is_not_decoded_padded_takes_no_images(tmp_path):
+    """Its text is right, without padding."""
+    make_model("qwen4_exp", tmp_path)
+    engine = HFEngine(tmp_path, "cpu", torch.float32, longest_row=LONGEST)
+    request, sampling = Request(0, (5, 6, 7), seed=0), Sampling(max_new_tokens=3)
+    assert engine.chosen()["decoding"].startswith(EQUAL.value) and engine.generate([request], sampling)
+    with pytest.raises(UserError, match="takes no images for this family, which it decodes by rows of equal length"):
+        engine.submit([replace(request, images=(noise_image(28, 28, 0),))], sampling)
 
 
 def test_faster_form_with_eager_attention_is_before_a_slower_one_with_sdpa(monkeypatch):

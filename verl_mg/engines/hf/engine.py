@@ -139,6 +139,11 @@ class HFEngine(RolloutEngine):
     def _check(self, request: Request, sampling: Sampling) -> None:
         vocab = self.module.config.get_text_config().vocab_size
         length, limit = len(request.prompt), self.max_positions
+        if request.context_images and self._family.form is not Form.PADDED:
+            raise UserError(
+                f"request {request.id}: rollout.engine=hf takes no images for this family, which it decodes by "
+                f"{self._family.chosen}. Use another rollout.engine."
+            )
         if length == 0:
             raise UserError(f"request {request.id}: the prompt is empty. Give at least one token.")
         if length + sampling.max_new_tokens > limit:

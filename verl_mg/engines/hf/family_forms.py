@@ -31,7 +31,7 @@ from verl_mg.engines.hf.decoding import TextEnd, decode, draw_tokens
 from verl_mg.errors import UserError, one_line
 from verl_mg.models.hf_families import FAMILIES
 from verl_mg.models.shrunk_config import LONGEST_ROW, narrow_module, random_rows, row_logits, row_logprobs, shrink
-from verl_mg.models.transformers_module import has_images
+from verl_mg.models.tiny_vision_model import ARCHITECTURES as VISION_LANGUAGE
 
 NEW_TOKENS = 12  # of each proving row
 PROMPTS = (LONGEST_ROW // 3, LONGEST_ROW - NEW_TOKENS, LONGEST_ROW // 3, LONGEST_ROW // 2)  # their tokens
@@ -65,7 +65,7 @@ def family_form(config: PreTrainedConfig, longest_row: int, is_trained: bool) ->
     UserError if a policy that `is_trained` has none, as where frequencies depend on the length of a row so far.
     """
     text = config.get_text_config()
-    if text.model_type in FAMILIES or has_images(config):  # proved by tests of the engine; images need the first form
+    if text.model_type in FAMILIES or config.model_type in VISION_LANGUAGE:  # proved by tests of the engine
         # torch's kernel, except for what it does not have: the softcap of Gemma 2 and the sinks of gpt-oss.
         eager = getattr(text, "attn_logit_softcapping", None) or text.model_type == "gpt_oss"
         return FamilyForm(Form.PADDED, "eager" if eager else "sdpa")
