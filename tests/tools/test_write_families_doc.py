@@ -66,6 +66,14 @@ def test_reasons_that_several_families_have_are_one_line() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("family, check", [("qwen3", "sglang2"), ("gpt_oss", "vllm2")])
+def test_family_works_on_an_engine_of_two_ranks(tmp_path: Path, family: str, check: str) -> None:
+    sweep([family], [check], tmp_path / "results", set())
+    lines = [json.loads(line) for line in (tmp_path / "results").read_text().splitlines()]
+    assert [(line["check"], line["outcome"]) for line in lines] == [("build", "works"), (check, "works")]
+
+
+@pytest.mark.nightly
 def test_every_family_works_or_is_refused_in_one_line(tmp_path: Path) -> None:
     results = tmp_path / "results"
     sweep(list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), ["rows", "tp2", "train", "resume"], results, set())

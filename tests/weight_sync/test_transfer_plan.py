@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from verl_mg.engines.payloads import Staging
 from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.shard_map import ExplicitShardMap
@@ -35,6 +36,20 @@ def test_transfer_plan_of_example_has_its_chunks_and_bytes(ranks):
     first, second = ranks.run(2, chunks_of_example)
     assert first == ([(["t"], 8, 0), (["u"], 8, 0)], {0: 0}, 0)
     assert second == ([(["t"], 0, 1), (["u"], 0, 0)], {1: 16}, 16)
+
+
+def padding_alone():
+    """What an engine's rank gets of a parameter without values, and in which chunks."""
+    tensors = {"t": TensorInfo(0, (4, 2)), "u": TensorInfo(1, (2, 2))}
+    weights = {"a": rows("t", 0, 4), "b": rows("u", 0, 2)}
+    target = ExplicitShardMap({0: weights | {"bias": Shard((3, 2), (), (full_box((3, 2)),))}}, tensors)
+    plan = plan_transfer(ExplicitShardMap({0: weights}, tensors), target, torch.bfloat16, max_bytes=16)
+    staged = [Staging(chunk.shards, chunk.dtypes, torch.device("cpu")).tensors for chunk in plan.chunks]
+    return [{name: tensor.abs().sum().item() for name, tensor in of.items() if name == "bias"} for of in staged]
+
+
+def test_parameter_of_padding_alone_is_sent_as_zeros_once(ranks):
+    assert ranks.run(1, padding_alone) == [[{"bias": 0.0}, {}]]
 
 
 def test_fitting_chunk_bytes_halves_until_two_fit_free_memory():

@@ -17,15 +17,20 @@ class TensorChunk:
     """Shard map of some of the tensors of a larger one; each parameter is in it whole or not at all."""
 
     # `shards` are the shards of `whole`: a function, which caches them for all chunks.
-    def __init__(self, whole: ShardMap, shards: Callable[[int], Mapping[str, Shard]], tensors: Iterable[str]) -> None:
-        self._whole, self._shards = whole, shards
+    def __init__(
+        self, whole: ShardMap, shards: Callable[[int], Mapping[str, Shard]], tensors: Iterable[str], is_first: bool
+    ) -> None:
+        self._whole, self._shards, self._is_first = whole, shards, is_first
         self.ranks = whole.ranks
         self.tensors: Mapping[str, TensorInfo] = {name: whole.tensors[name] for name in tensors}
 
     def shards(self, rank: int) -> Mapping[str, Shard]:
-        """Returns the rank's parameters that consist of the chunk's tensors."""
-        shards = self._shards(rank).items()
-        return {name: shard for name, shard in shards if shard.pieces and shard.pieces[0].tensor in self.tensors}
+        """Returns the rank's parameters that consist of the chunk's tensors; the first chunk has those of padding."""
+        return {
+            name: shard
+            for name, shard in self._shards(rank).items()
+            if (shard.pieces[0].tensor in self.tensors if shard.pieces else self._is_first)
+        }
 
     def replicas(self, tensor: str) -> Replicas:
         """Returns the replicas of a tensor of the chunk; empty for other tensors."""
@@ -57,7 +62,7 @@ def split_into_chunks(
             sizes = [0] * len(held)
         chunks[-1] += tensors
         sizes = [size + more for size, more in zip(sizes, added, strict=True)]
-    return [TensorChunk(whole, shards_of, tensors) for tensors in chunks]
+    return [TensorChunk(whole, shards_of, tensors, number == 0) for number, tensors in enumerate(chunks)]
 
 
 def _inseparable(

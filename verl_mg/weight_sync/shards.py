@@ -320,7 +320,8 @@ class ShardSync:
         # Schedules are computed in the job, so that servers need no tables; its ranks share the work.
         for member in plan.lower_bounds:
             shards = plan.target.shards(member)
-            dtypes = wire_dtypes(shards, plan.target.tensors, runner.dtype)
+            sent = {name: shard for name, shard in shards.items() if shard.pieces}
+            dtypes = wire_dtypes(sent, plan.target.tensors, runner.dtype)
             task = Task(
                 ranks=session.everyone,
                 backend=meeting.backend,

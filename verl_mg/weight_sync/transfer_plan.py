@@ -208,8 +208,12 @@ def plan_to_engines(
 def wire_dtypes(
     shards: Mapping[str, Shard], tensors: Mapping[str, TensorInfo], dtype: torch.dtype
 ) -> dict[str, torch.dtype]:
-    """Returns the dtypes in which parameters travel; `dtype`: that of weights that are not quantized."""
-    return {name: tensors[shard.pieces[0].tensor].wire_dtype(dtype) for name, shard in shards.items() if shard.pieces}
+    """Returns the dtypes in which parameters travel; `dtype`: that of weights that are not quantized, and of zeros."""
+    # No rank sends padding, but an engine gets its zeros: a bias that only the first rank adds is padding on others.
+    return {
+        name: tensors[shard.pieces[0].tensor].wire_dtype(dtype) if shard.pieces else dtype
+        for name, shard in shards.items()
+    }
 
 
 def fitting_chunk_bytes(free: Sequence[int | None]) -> int:

@@ -80,7 +80,7 @@ class WorkerExtension:
         model = self.model_runner.model
         # vLLM processes no weights here, so a parameter that an update leaves out would keep random values unnoticed.
         names = {name for name in _plain_names(model.named_parameters()) if not name.endswith(internals.DERIVED)}
-        if missing := sorted(names - self._written - _padding_alone(model)):
+        if missing := sorted(names - self._written):
             raise RuntimeError(f"{len(missing)} parameters were not written: {', '.join(missing[:4])}")
         self._written.clear()
         internals.derive_weights(self.model_runner)
@@ -103,12 +103,3 @@ class WorkerExtension:
 def _plain_names(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Returns tensors of a model by their names without adapters, for which vLLM puts layers inside of others."""
     return {name.replace(".base_layer.", "."): tensor for name, tensor in tensors}
-
-
-def _padding_alone(model: torch.nn.Module) -> set[str]:
-    """Returns the names of parameters that are only for tokens beyond the vocabulary, which are not sent."""
-    return {
-        f"{name}.weight"
-        for name, module in model.named_modules()
-        if hasattr(module, "shard_indices") and module.shard_indices.num_org_elements == 0
-    }
