@@ -25,7 +25,7 @@ class TensorChunk:
         self.tensors: Mapping[str, TensorInfo] = {name: whole.tensors[name] for name in tensors}
 
     def shards(self, rank: int) -> Mapping[str, Shard]:
-        """Returns the rank's parameters that consist of the chunk's tensors; the first chunk has parameters of padding too."""
+        """Returns the rank's parameters of the chunk's tensors; the first chunk also has parameters of padding."""
         return {
             name: shard
             for name, shard in self._shards(rank).items()
