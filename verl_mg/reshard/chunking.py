@@ -18,7 +18,11 @@ class TensorChunk:
 
     # `shards` are the shards of `whole`: a function, which caches them for all chunks.
     def __init__(
-        self, whole: ShardMap, shards: Callable[[int], Mapping[str, Shard]], tensors: Iterable[str], is_first: bool
+        self,
+        whole: ShardMap,
+        shards: Callable[[int], Mapping[str, Shard]],
+        tensors: Iterable[str],
+        is_first: bool = False,
     ) -> None:
         self._whole, self._shards, self._is_first = whole, shards, is_first
         self.ranks = whole.ranks
