@@ -61,7 +61,7 @@ def test_reasons_that_several_families_have_are_one_line() -> None:
     lines += [line("two", "rows", "packed"), line("three", "build", "unbuildable", "no layers")]
     text = markdown(lines, "about")
     assert "| `one` | unpacked | - | - | - |" in text and "| `two` | packed | - | refused | - |" in text
-    assert "SGLang" not in text and "- SGLang, vLLM: " in markdown([*lines, line("one", "vllm", "works")], "about")
+    assert "| vLLM |" not in text and "| vLLM |" in markdown([*lines, line("one", "vllm", "works")], "about")
     assert "- rows, `one`: unpacked, since packed: conv differs" in text and "- `three` (no layers)" in text
 
 

@@ -55,8 +55,11 @@ one family with `--only FAMILY`.
 - rows: log-probs against the family's module by itself, row by row, within 1e-5: *packed*, or *unpacked*, where each
   row is computed by itself; tp2: the same on two ranks of tensor parallelism
 - GRPO, export: two iterations with the engine hf, whose log-probs are the trainer's, and the exported model loads;
-  resume: a third iteration from the checkpoint, where there is one
-- *refused*: in one line before training; the reasons are below. *-*: not tried
+  resume: a third iteration from the checkpoint
+- SGLang, vLLM: an iteration with the engine's build for CPUs, whose log-probs are the trainer's, and which receives the
+  fewest possible bytes; tp2 for one family of each kind of layers
+- *refused*: in one line before training; the reasons are below. *-*: not tried, since another check refuses the family,
+  or the engine has no class for it
 
 Layers with a state are unpacked here, for torch's code on CPUs does not read where rows begin. Kernels of GPUs do,
 where `transformers` passes it on: `causal-conv1d` with `flash-linear-attention` for Qwen3-Next, Qwen3.5, Qwen4 and OLMo
@@ -65,9 +68,6 @@ hybrid, `causal-conv1d` with `mamba-ssm` for Mamba-2 (Bamba, Falcon-H1, Granite 
 kernels are installed, as a test has it with functions that compute each row by itself. `transformers` does not pass
 them on to the kernels of Kimi-Linear, Jamba, Mamba and Zamba, whose rows are unpacked on GPUs too.
 """
-
-OF_ENGINES = "- SGLang, vLLM: an iteration with the engine, whose log-probs are the trainer's\n"
-"""Line of the introduction of a document with such columns."""
 
 Line = dict[str, Any]
 
@@ -164,7 +164,7 @@ def markdown(lines: Sequence[Line], about: str) -> str:
     others = [f"`{family}` ({f[BUILD]['detail']})" for family, f in sorted(by_family.items()) if family not in built]
     return "\n".join(
         [
-            INTRODUCTION + OF_ENGINES * any(check in columns for check in ENGINE_CHECKS),
+            INTRODUCTION,
             about,
             "",
             *table,
