@@ -167,7 +167,7 @@ def choices_of(model: Path) -> list[Choice]:
 def test_start_says_that_each_row_is_computed_by_itself(ranks, tmp_path):
     (choices,) = ranks.run(1, choices_of, tiny_model(tmp_path, "qwen3_next", 2))
     chosen = {choice.part: choice for choice in choices}
-    assert chosen["rows"].chosen.startswith("each by itself: packed, ") and "linear_attn" in chosen["rows"].chosen
+    assert chosen["rows"].chosen.startswith("each by itself, since packed: ") and "linear_attn" in chosen["rows"].chosen
     assert "a call for each row" in chosen["rows"].warning and chosen["attention"].chosen == "transformers' sdpa"
 
 

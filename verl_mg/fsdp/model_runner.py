@@ -148,7 +148,7 @@ class FsdpRunner(Runner):
         yield Choice("kernels", "torch, in modules of transformers")
         if self._is_proven:
             slow = f"a call for each row, slow for short ones. {other_choice(self.spec.path)}"
-            alone = Choice("rows", f"each by itself: packed, {self.form.reason}", slow)
+            alone = Choice("rows", f"each by itself, since packed: {self.form.reason}", slow)
             yield Choice("rows", "packed") if self.form.is_packed else alone
         if text._attn_implementation == ATTENTION:
             for part in module.modules():
