@@ -85,7 +85,7 @@ def test_model_of_transformers_alone_is_trained_by_no_table_of_the_project(tmp_p
     ).save_pretrained(tmp_path)
     answers = answers_of(tmp_path, has_weights=False)
     assert "model_type 'olmo2' is not supported. Choose from llama, " in answers["backend megatron"].text
-    assert answers["backend fsdp"].works and answers["rows on fsdp"].text == "packed, up to 2048 tokens"
+    assert answers["backend fsdp"].works and answers["rows on fsdp"].text == "of up to 2048 tokens: packed"
     assert answers["fsdp tp"].text == answers["fsdp cp"].text == "2 4, if ranks compute what one does"
     assert not answers["fsdp pp"].works
     assert answers["engine hf"].works and answers["engine sglang"].text.startswith("traced, if it has the architecture")
@@ -97,7 +97,7 @@ def test_families_that_a_backend_has_in_part_get_its_reason(tmp_path):
     assert answers["backend fsdp"].works and "no plan of tensor parallelism" in answers["fsdp tp"].text
     answers = answers_of(tiny_model(tmp_path / "sparse", "glm_moe_dsa"))
     assert answers["backend megatron"].works and answers["backend fsdp"].works
-    assert answers["rows on fsdp"].text.startswith("each by itself (packed: ")
+    assert " tokens: each by itself, since packed: " in answers["rows on fsdp"].text
     assert answers["fsdp cp"].text.startswith("layout cp2: no cp with rows that are computed each by itself")
     assert format_sizes([2, 4, 8]) == "2 4 8" and format_sizes([2, 3, 4, 8, 9]) == "2-4 8 9"
 

@@ -228,8 +228,7 @@ class ModelSupport:
         logits = ask("backend fsdp", lambda: logit_scale_of(module, "language", self.model_dir))
         yield logits if form and logits.works else Answer("backend fsdp", False, reason or logits.text)
         if form:
-            rows = "packed" if form.is_packed else f"each by itself (packed: {form.reason})"
-            yield Answer("rows on fsdp", True, f"{rows}, up to {longest} tokens")
+            yield Answer("rows on fsdp", True, f"of up to {longest} tokens: {form.chosen}")
 
         def check(text: str) -> None:
             layout = Layout.parse(text)

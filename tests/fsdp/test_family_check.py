@@ -1,5 +1,7 @@
 """The check that proves a family: its outcome for families of each kind, and that it sees faults that are planted."""
 
+import io
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -158,17 +160,24 @@ def test_layout_is_checked_by_new_processes(tmp_path):
         form_on_ranks(saved(tmp_path / "bloom", "bloom", {}), "language", 1024, Layout.parse("tp2"))
 
 
-def choices_of(model: Path) -> list[Choice]:
-    """What a model computes with, as the start of a job says it."""
-    groups = MeshGroups(Placement.on(Layout.parse("tp1"), dist.get_world_size()))
-    return FsdpRunner(ModelSpec(model, torch.float32), groups).chosen()
+def said_of(model: Path) -> tuple[list[Choice], list[str]]:
+    """What two roles of a model compute with, as the start of a job says it, and the warnings of their check."""
+    groups, families = MeshGroups(Placement.on(Layout.parse("tp1"), dist.get_world_size())), FamilyChecks()
+    warnings = io.StringIO()
+    handler = logging.StreamHandler(warnings)
+    logging.getLogger("verl_mg.fsdp.family_check").addHandler(handler)
+    actor, _ = (FsdpRunner(ModelSpec(model, torch.float32), groups, families=families) for _ in range(2))
+    logging.getLogger("verl_mg.fsdp.family_check").removeHandler(handler)
+    return list(actor.chosen()), warnings.getvalue().splitlines()
 
 
-def test_start_says_that_each_row_is_computed_by_itself(ranks, tmp_path):
-    (choices,) = ranks.run(1, choices_of, tiny_model(tmp_path, "qwen3_next", 2))
+def test_start_says_once_that_each_row_is_computed_by_itself(ranks, tmp_path):
+    ((choices, warnings),) = ranks.run(1, said_of, tiny_model(tmp_path, "qwen3_next", 2))
     chosen = {choice.part: choice for choice in choices}
-    assert chosen["rows"].chosen.startswith("each by itself: packed, ") and "linear_attn" in chosen["rows"].chosen
-    assert "a call for each row" in chosen["rows"].warning and chosen["attention"].chosen == "transformers' sdpa"
+    assert chosen["rows"].chosen.startswith("each by itself, since packed: ") and "linear_attn" in chosen["rows"].chosen
+    assert chosen["attention"].chosen == "transformers' sdpa"
+    (warning,) = warnings
+    assert chosen["rows"].chosen in warning and "a call for each row, slow for short ones" in warning
 
 
 def without_rows(*arguments, packed, **options):

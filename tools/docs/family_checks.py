@@ -66,6 +66,7 @@ ALWAYS_NEEDED: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 16, "moe_topk": 4},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "qwen4_exp": {"text_config": QWEN4},
     "qwen4_exp_text": QWEN4,

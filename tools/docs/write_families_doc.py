@@ -50,7 +50,8 @@ What the backend fsdp makes of every causal language model of `transformers` tha
 `tools/docs/family_checks.py`, can build: measured on a tiny random model of each family, with its kinds of layers, its
 windows and its original lengths of rope crossed as by rows of 4096 tokens. [models.md](models.md) has the families
 that the project names. Written by `python -m tools.docs.write_families_doc`, which resumes with `--resume` and checks
-one family with `--only FAMILY`.
+one family with `--only FAMILY`. A model may have other layers than its family's defaults: `verl-mg models DIR` reads
+its own config.json.
 
 - rows: log-probs against the family's module by itself, row by row, within 1e-5: *packed*, or *unpacked*, where each
   row is computed by itself; tp2: the same on two ranks of tensor parallelism

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -56,6 +57,7 @@ MEAN_TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-
 """Factors of the mean of the real module's outputs, for their mean difference, by the type in which it computes."""
 
 Result = TypeVar("Result")
+log = logging.getLogger(__name__)
 
 
 class Form(NamedTuple):
@@ -65,6 +67,11 @@ class Form(NamedTuple):
     reason: str = ""  # why they are not packed
     # Parameters through which no gradient passes, such as those that choose keys; layers' numbers are `*`.
     idle: Sequence[str] = ()
+
+    @property
+    def chosen(self) -> str:
+        """Returns what the start of a job says."""
+        return "packed" if self.is_packed else f"each by itself, since packed: {self.reason}"
 
     def check(self, layout: Layout, where: str) -> None:
         """Checks that a layout has it: ranks divide the tokens of packed rows only."""
@@ -142,10 +149,14 @@ class FamilyChecks:
         """
         key = spec.path, spec.head, groups.placement
         if key not in self._forms:
-            self._forms[key] = self._check(spec, groups)
+            form = self._forms[key] = self.check(spec, groups)
+            if not form.is_packed and dist.get_rank() == 0:
+                slow = f"a call for each row, slow for short ones. {other_choice(spec.path)}"
+                log.warning("%s: rows are computed %s; %s", spec.path / "config.json", form.chosen, slow)
         return self._forms[key]
 
-    def _check(self, spec: ModelSpec, groups: MeshGroups) -> Form:
+    def check(self, spec: ModelSpec, groups: MeshGroups) -> Form:
+        """Checks a family again, and says nothing where it computes rows one by one."""
         here, check, error = None, None, ""
         try:
             if groups.is_member:
@@ -182,7 +193,7 @@ def _check_rank(rank: int, folder: Path, spec: ModelSpec, layout: Layout) -> Non
     store = dist.FileStore(str(folder / "store"), layout.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.ranks)
     try:
-        result = FamilyChecks().form(spec, MeshGroups(Placement.on(layout, layout.ranks))), ""
+        result = FamilyChecks().check(spec, MeshGroups(Placement.on(layout, layout.ranks))), ""
     except UserError as error:
         result = None, str(error)  # type: ignore[assignment]
     if rank == 0:

@@ -147,9 +147,7 @@ class FsdpRunner(Runner):
         text, place = module.config.get_text_config(), device.current_device()
         yield Choice("kernels", "torch, in modules of transformers")
         if self._is_proven:
-            slow = f"a call for each row, slow for short ones. {other_choice(self.spec.path)}"
-            alone = Choice("rows", f"each by itself: packed, {self.form.reason}", slow)
-            yield Choice("rows", "packed") if self.form.is_packed else alone
+            yield Choice("rows", self.form.chosen)  # the check has warned of its price
         if text._attn_implementation == ATTENTION:
             for part in module.modules():
                 if hasattr(part, "layer_idx") and hasattr(part, "is_causal"):  # attention, by its names in transformers

@@ -215,8 +215,8 @@ def stored_dtypes(model_dir: Path, names: frozenset[str]) -> dict[str, torch.dty
 def _opened(model_dir: Path) -> Iterator[Any]:
     """Yields each weight file of a directory, opened; UserError for one that is not readable."""
     files = weight_map(model_dir)
-    names = sorted(model_dir.glob("*.safetensors")) if files is None else sorted(set(files.values()))
-    for path in (model_dir / name for name in names):
+    paths = model_dir.glob("*.safetensors") if files is None else (model_dir / name for name in set(files.values()))
+    for path in sorted(paths):
         try:
             with safe_open(path, framework="pt") as file:
                 yield file

@@ -321,8 +321,8 @@ def assumptions(inputs: PlanInputs) -> list[str]:
 def _rows(inputs: PlanInputs) -> Iterator[str]:
     if inputs.options.fsdp and (form := form_of_rows(inputs)).reason:
         yield (
-            f"rows are computed each by itself, one call of the module for a row: packed, {form.reason}; each call "
-            "gathers the layers again, which is not counted"
+            f"rows are computed each by itself, one call of the module for a row, since packed: {form.reason}; each "
+            "call gathers the layers again, which is not counted"
         )
 
 

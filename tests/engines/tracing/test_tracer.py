@@ -70,10 +70,12 @@ def stacked(shape, parts):
     )
 
 
-def test_checkpoint_shapes_without_weights_equal_saved_shapes(tmp_path):
+def test_checkpoint_shapes_without_weights_equal_saved_shapes(tmp_path, monkeypatch):
     folder = tiny_model(tmp_path, "qwen2")
     shapes = checkpoint_shapes(folder)
     assert "lm_head.weight" not in shapes  # tied
+    monkeypatch.chdir(folder.parent)
+    assert checkpoint_shapes(folder.name) == shapes  # paths relative to the working directory are paths too
     (folder / "model.safetensors").unlink()
     assert checkpoint_shapes(folder) == shapes
 
