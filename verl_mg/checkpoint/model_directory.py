@@ -156,8 +156,8 @@ class ModelDirectory:
                 )
 
     def _are_equal(self, *names: str) -> bool:
-        one, other = (self.open(self.file_of[name]).chunks(name) for name in names)
-        return all(a == b for a, b in zip_longest(one, other))
+        first, second = (self.open(self.file_of[name]).chunks(name) for name in names)
+        return all(a == b for a, b in zip_longest(first, second))
 
     def _check_packed(self, place: StackedTensor) -> None:
         shapes = packed_shapes(place)
