@@ -49,7 +49,7 @@ MODELS = tuple(
     for name, field in Config.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, RoleSection)
 )
-TRAINED = tuple(name for name in MODELS if "optimizer" in Config.model_fields[name].annotation.model_fields)
+TRAINED = tuple(name for name in MODELS if name != "reference")
 # Not the reference: its section is kept where a penalty is turned off by its coefficient.
 ROLES = (*(name for name in MODELS if name not in ("actor", "reference")), "teachers")
 AGENTS = "agent_options agent_timeout_s agent_concurrency agent_retries agent_failure_reward agent_trained agent_host"
