@@ -190,6 +190,8 @@ def test_load_config_file_reads_numbers_as_people_write_them(tmp_path):
         (["job.seed.deep.er=1", "job.seed=1", "job.seed.x=2"], "'seed' is a value, not a section"),
         (["actor.optimizer={kind: muon, cpu_offload: true}"], "Write moments_dtype=bfloat16, or kind=adamw"),
         (["actor.optimizer.kind=muon", "actor.lora={}"], "Write optimizer.kind=adamw"),
+        (["actor.optimizer.lr=.inf"], "actor.optimizer.lr: inf is invalid. Write a finite number."),
+        (["actor.guard.max_kl=.inf"], "actor.guard.max_kl: inf is invalid. Write a finite number."),
         (["actor.optimizer.warmup_steps=9", "actor.optimizer.decay_steps=9"], "Must be larger than warmup_steps"),
         (["rollout.stop=[a, '']"], "rollout.stop: .* is invalid: an empty string would end every response immediately"),
         (["actor.optimizer.warmup_steps=9", "actor.optimizer.warmup_ratio=0.1"], "Leave one of them out"),

@@ -191,7 +191,11 @@ class ModelSupport:
         if directory is None or table is None:
             return Answer("weights", directory is not None, reason)
         count = len(set(directory.file_of.values()))
-        return ask("weights", lambda: directory.check(table.huggingface()), f"{count} file{'s' * (count > 1)}")
+        return ask(
+            "weights",
+            lambda: directory.check(table.huggingface(), copies=table.tensor_index.copies),
+            f"{count} file{'s' * (count > 1)}",
+        )
 
     def megatron(self) -> Iterator[Answer]:
         """Yields whether the backend megatron can train the model, and under which sizes."""

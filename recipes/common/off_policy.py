@@ -50,7 +50,7 @@ class OffPolicyConfig(ConfigSection):
     low: float | None = Field(None, ge=0, le=1)
     """Lower bound of the ratio: out of both bounds the weight is 0 (IcePop). null: ratios above `high` count as `high`
     (truncated importance sampling)."""
-    high: float = Field(2.0, ge=1, allow_inf_nan=False)
+    high: float = Field(2.0, ge=1)
     """Upper bound of the ratio."""
     normalize: bool = False
     """Divides the weights by their mean over the iteration: over all tokens, or over all sequences where the ratio is

@@ -328,6 +328,14 @@ WITHOUT_EFFECT = [
         ([f"{role}.dynamic_context=true"], [f"{role}.layout=cp2"], "its layout divides no rows.")
         for role in ("actor", "critic", "reward_model", "process_reward", "reference")
     ),
+    *(
+        (
+            [f"{role}.optimizer.{key}" for key in ("min_lr=1e-9", "decay_steps=9")],
+            [f"{role}.optimizer.schedule=cosine"],
+            f"{role}.optimizer.min_lr: it has no effect, since the rate is constant. Set schedule",
+        )
+        for role in ("actor", "critic", "reward_model", "process_reward")
+    ),
     (["tracking.samples=2", "tracking.project=p"], ["tracking.services=[wandb]"], "no service receives it."),
     (["tracking.prometheus_host=h"], ["tracking.prometheus_port=0"], "no port is open."),
     (["profile.memory=true", "profile.ranks='1'"], ["profile.iterations=[1]"], "no iteration is traced."),

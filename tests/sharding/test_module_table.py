@@ -206,6 +206,27 @@ def test_directory_without_a_needed_tensor_names_the_parameter(tmp_path):
         module_table(folder)
 
 
+@pytest.mark.parametrize("family", ["qwen2", "olmo2"])  # with a table, and without
+def test_output_layer_in_files_that_config_ties_has_to_equal_the_embedding(tmp_path, family):
+    config = AutoConfig.for_model(family, **COMMON | {"tie_word_embeddings": True})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+
+    def check(factor):
+        embedding = "model.embed_tokens.weight"
+        change_tensors(tmp_path, lambda tensors: tensors | {"lm_head.weight": tensors[embedding] * factor})
+        tables = [module_table(tmp_path), *([weight_table(read_config(tmp_path))] if family in FAMILIES else [])]
+        for table in tables:
+            yield lambda table=table: ModelDirectory.find(tmp_path).check(
+                table.huggingface(), copies=table.tensor_index.copies
+            )
+
+    for equal in check(1):
+        equal()
+    for other in check(2):
+        with pytest.raises(UserError, match=r"'lm_head.weight' has other values than .*, but config.json ties them"):
+            other()
+
+
 def test_reward_model_directory_needs_no_output_layer(tmp_path):
     folder = tiny_model(tmp_path, "llama")
     change_tensors(folder, lambda tensors: {key: value for key, value in tensors.items() if key != "lm_head.weight"})

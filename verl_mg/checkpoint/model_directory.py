@@ -11,6 +11,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
@@ -110,8 +111,16 @@ class ModelDirectory:
         """Returns whether the directory has a stacked tensor in MXFP4."""
         return packed_names(place.name)[0] in self.file_of
 
-    def check(self, shapes: Mapping[str, Shard], dtypes: Mapping[str, torch.dtype] | None = None) -> None:
-        """Raises a UserError for the first tensor of another name, shape or dtype; reads each file's header once."""
+    def check(
+        self,
+        shapes: Mapping[str, Shard],
+        dtypes: Mapping[str, torch.dtype] | None = None,
+        copies: Mapping[str, str] | None = None,
+    ) -> None:
+        """Raises a UserError for the first tensor of another name, shape or dtype; reads each file's header once.
+
+        A copy {name: tensor that it repeats} that the files have needs the same values.
+        """
         integers = {name: DTYPE_NAMES[each] for name, each in (dtypes or {}).items() if not each.is_floating_point}
         stacks = {place.name: place for name in shapes if (place := self.stacked.get(name))}
         for place in stacks.values():
@@ -137,6 +146,18 @@ class ModelDirectory:
                     f"{self.folder / name}: tensor {tensor!r} is {stored.dtype}; "
                     f"supported are {', '.join(_FLOATS)}, and {FP8} with scales. Convert the checkpoint first."
                 )
+
+        for name, tensor in (copies or {}).items():
+            if name in self.file_of and tensor in shapes and not self._are_equal(name, tensor):
+                # transformers 5 then has two matrices, engines one.
+                raise UserError(
+                    f"{self.folder / self.file_of[name]}: {name!r} has other values than {tensor!r}, but config.json "
+                    "ties them. Write tie_word_embeddings: false there, or remove the tensor that is wrong."
+                )
+
+    def _are_equal(self, *names: str) -> bool:
+        first, second = (self.open(self.file_of[name]).chunks(name) for name in names)
+        return all(a == b for a, b in zip_longest(first, second))
 
     def _check_packed(self, place: StackedTensor) -> None:
         shapes = packed_shapes(place)
@@ -231,9 +252,12 @@ class ModelDirectories:
         optional: frozenset[str] = frozenset(),
         stacked: Mapping[str, StackedTensor] | None = None,
         dtypes: Mapping[str, torch.dtype] | None = None,
+        copies: Mapping[str, str] | None = None,
     ) -> ModelDirectory:
         """Returns the files of tensors, of which some are `optional`, after rank 0 has checked them; a collective."""
-        packed = self._checked(folder, shapes, optional, stacked, dtypes).packed() if dist.get_rank() == 0 else b""
+        packed = (
+            self._checked(folder, shapes, optional, stacked, dtypes, copies).packed() if dist.get_rank() == 0 else b""
+        )
         # The others wait here, so they open no file of a directory that has not been checked.
         return ModelDirectory.unpacked(folder, broadcast_bytes(packed), stacked)
 
@@ -244,6 +268,7 @@ class ModelDirectories:
         optional: frozenset[str],
         stacked: Mapping[str, StackedTensor] | None,
         dtypes: Mapping[str, torch.dtype] | None,
+        copies: Mapping[str, str] | None,
     ) -> ModelDirectory:
         if not shapes:
             return ModelDirectory(folder, {})
@@ -252,7 +277,7 @@ class ModelDirectories:
         directory = self._by_folder[folder]
         absent = optional - directory.file_of.keys()  # such as a value head, which then gets initial values
         present = {name: shard for name, shard in shapes.items() if name not in absent}
-        directory.check(present, dtypes)
+        directory.check(present, dtypes, copies)
         # Only the requested tensors and what they are read from travel to the other ranks.
         file_of: dict[str, str] = {}
         for name in present:

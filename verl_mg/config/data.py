@@ -32,7 +32,7 @@ class WeightedRewardConfig(ConfigSection):
     """Reward function or class, as in `reward.function`."""
     options: dict[str, Any] = {}
     """Keyword arguments of the function, or of the class when it is created."""
-    weight: float = Field(1.0, allow_inf_nan=False)
+    weight: float = Field(1.0)
     """Factor of this reward in the sum. 0: the reward is only logged."""
 
 
@@ -70,7 +70,7 @@ class SourceConfig(ConfigSection):
 
     path: Path
     """File, folder, pattern or name, as in `data.train`."""
-    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    weight: float = Field(1.0, gt=0)
     """Share of the prompts taken from this source, relative to the other weights. Unused in `data.test`."""
     prompt_field: str | None = None
     """Field of the prompt in this source. null: `data.prompt_field`."""

@@ -31,6 +31,14 @@ def _has_cp(role: str, config: Config) -> bool:
     return config.section(role).parallel_sizes.cp > 1
 
 
+def _decays(role: str, config: Config) -> bool:
+    return config.section(role).optimizer.schedule != "constant"
+
+
+def _has_ratio(role: str, config: Config) -> bool:
+    return config.section(role).optimizer.warmup_ratio is not None or _decays(role, config)
+
+
 def _has_engine(name: str, config: Config) -> bool:
     return config.rollout.engine == name
 
@@ -41,6 +49,7 @@ MODELS = tuple(
     for name, field in Config.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, RoleSection)
 )
+TRAINED = tuple(name for name in MODELS if name != "reference")
 # Not the reference: its section is kept where a penalty is turned off by its coefficient.
 ROLES = (*(name for name in MODELS if name not in ("actor", "reference")), "teachers")
 AGENTS = "agent_options agent_timeout_s agent_concurrency agent_retries agent_failure_reward agent_trained agent_host"
@@ -84,6 +93,15 @@ NEEDS = (
     *(
         Needs(role, "dynamic_context", partial(_has_cp, role), "its layout divides no rows. Set layout=cp2 there")
         for role in MODELS
+    ),
+    *(
+        row
+        for role in TRAINED
+        for row in (
+            Needs(f"{role}.optimizer", "min_lr", partial(_decays, role), "the rate is constant. Set schedule there"),
+            Needs(f"{role}.optimizer", "decay_steps", partial(_has_ratio, role),
+                  "the rate is constant. Set schedule there"),
+        )
     ),
     Needs("tracking", "project samples", lambda c: c.tracking.services,
           "no service receives it. Set tracking.services"),

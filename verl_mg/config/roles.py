@@ -43,7 +43,7 @@ class LoraConfig(ConfigSection):
 
     rank: PositiveInt = 16
     """Rank of A and B."""
-    alpha: float = Field(32.0, gt=0, allow_inf_nan=False)
+    alpha: float = Field(32.0, gt=0)
     """Scale of the adapter; it is divided by `rank`."""
     targets: list[str] | None = Field(None, min_length=1)
     """Names of linear layers, such as [q_proj, v_proj]. null: all of attention and of feed-forward layers."""
@@ -387,7 +387,7 @@ class RolloutConfig(ConfigSection):
     agents spend their time on tools."""
     agent_retries: int = Field(0, ge=0)
     """Times that an agent is started again after it has raised an exception, in a new session."""
-    agent_failure_reward: float = Field(0.0, allow_inf_nan=False)
+    agent_failure_reward: float = Field(0.0)
     """Reward of a sample whose agent has failed, or was stopped at its time limit."""
     agent_trained: list[str] = []
     """Names of models, as agents write them in their requests, whose replies are trained, such as the side of a game

@@ -42,7 +42,7 @@ class ConfigSection(BaseModel):
     The string literal below a field is its description in `--help-config` and docs/configuration.md.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class RecipeConfig(ConfigSection):

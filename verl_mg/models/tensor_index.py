@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from verl_mg.models.tensor_tree import ModelSpec, StackedTensor, TensorSpec, tensors_of
+
+OUTPUT = "lm_head.weight"  # name of the output layer in files of all families with a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class TensorIndex:
 
     entries: Mapping[str, TensorEntry]  # {name: entry}, in the order in which tensors are stored and moved
     tied: bool
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """{tensor: the tensor that it repeats}, of those that files may have although the model ties them."""
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -118,4 +122,4 @@ def index_of(model: ModelSpec) -> TensorIndex:
     tied = model.output is model.embedding  # by identity: the checkpoint has one tensor for both
     if not tied:
         add(model.output)
-    return TensorIndex(entries, tied)
+    return TensorIndex(entries, tied, {OUTPUT: model.embedding.name} if tied else {})

@@ -40,6 +40,7 @@ class ModuleShards:
     linear: frozenset[str]  # names of the shards that are weights of linear layers, without the output layer
     constant: frozenset[str]  # names of the shards without a gradient
     dtypes: Mapping[str, torch.dtype]  # dtypes, by name, of the shards that have their own in every runtime
+    copies: Mapping[str, str]  # {tensor of the files: the tensor that it repeats}, of parameters that are tied
 
 
 def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards:
@@ -76,6 +77,11 @@ def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards
             f"{f' and {len(missing) - 1} others' if missing[1:] else ''}. Use the config.json of these weights."
         )
     shards = {name: shard_of(name, filled[name]) for name in untied if name in filled and name not in left_out}
+    copies = {
+        shard_of(name, filled[name]).pieces[0].tensor: shards[source].pieces[0].tensor
+        for name, source in tied.items()
+        if name in filled and filled[name] is not filled[source] and source in shards
+    }
     used = dict.fromkeys(piece.tensor for shard in shards.values() for piece in shard.pieces)
     return ModuleShards(
         config,
@@ -87,6 +93,7 @@ def module_shards(model_dir: str | Path, headless: bool = False) -> ModuleShards
         linear & shards.keys(),
         constant & shards.keys(),
         {name: dtype for name, dtype in dtypes.items() if name in shards} | _integers(model_dir, shards, dtypes),
+        copies,
     )
 
 

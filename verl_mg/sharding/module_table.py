@@ -54,7 +54,8 @@ class ModuleTable(ModelTable):
             name: replace(self._entry(name, shape, dtypes.get(name)), position=position, vision=name in vision)
             for position, (name, shape) in enumerate(shapes.items())
         }
-        return TensorIndex(entries, self.config.tied and self.head == "language")
+        tied = self.config.tied and self.head == "language"
+        return TensorIndex(entries, tied, self.module.copies if tied else {})
 
     @cached_property
     def router_biases(self) -> frozenset[str]:

@@ -50,9 +50,8 @@ def load_directory(
     read = {name: shard for name, shard in table.huggingface().items() if name not in left_out}
     head = _fresh_head(table.config.hidden) if SCORE in read else {}
     opened = directories or ModelDirectories()
-    directory = opened.open(
-        runner.spec.path, read, frozenset(head), table.tensor_index.stacked, table.tensor_index.dtypes
-    )
+    index = table.tensor_index
+    directory = opened.open(runner.spec.path, read, frozenset(head), index.stacked, index.dtypes, index.copies)
     drawn = frozenset(head.keys() - directory.file_of.keys())
     readers = ReaderShardMap(whole, directory.file_of)
     reader = CheckpointReader(directory, head)
