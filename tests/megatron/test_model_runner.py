@@ -1,6 +1,8 @@
 """The Megatron model against `transformers` on the same weights."""
 
+import io
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -119,6 +121,29 @@ def in_files(source, target, count):
     weight_map = {name: f"{number}.safetensors" for number, part in enumerate(parts) for name in part}
     (target / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     return tensors
+
+
+def said_of_unread(model, heads):
+    """What roles with shared directories say about tensors of the files."""
+    lines, directories = io.StringIO(), ModelDirectories()
+    handler, placement = logging.StreamHandler(lines), Placement.on(Layout.parse("tp1"), 1)
+    logging.getLogger("verl_mg.checkpoint.model_directory").addHandler(handler)
+    for head in heads:
+        MegatronRunner(ModelSpec(model, torch.float32, head=head), ParallelGroups(placement), directories=directories)
+    logging.getLogger("verl_mg.checkpoint.model_directory").removeHandler(handler)
+    return lines.getvalue().splitlines()
+
+
+def test_load_tensors_of_files_that_config_json_has_no_place_for_are_named_once(ranks, tmp_path):
+    model = tiny_model(tmp_path, "qwen2")
+    assert ranks.run(1, said_of_unread, model, ["language", "language"]) == [[]]
+    layers = len({name.split(".")[2] for name in load_file(model / "model.safetensors") if ".layers." in name})
+    config = json.loads((model / "config.json").read_text())
+    kept = config.get("layer_types", [])[: layers - 1]
+    changed = {"num_hidden_layers": layers - 1} | ({"layer_types": kept} if kept else {})
+    (model / "config.json").write_text(json.dumps(config | changed))
+    ((line,),) = ranks.run(1, said_of_unread, model, ["language", "value"])
+    assert f"model.layers.{layers - 1}.input_layernorm.weight" in line and "which are not read" in line
 
 
 def load_counting(model, layout, dtype, roles):

@@ -7,9 +7,10 @@ other ranks    wait for it, and open only files from which they read boxes
 from __future__ import annotations
 
 import json
+import logging
 import zlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -37,6 +38,9 @@ from verl_mg.sharding.boxes import BlockSize, Box, Shard, full_box
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # files of PEFT
 PACKED = DTYPE_NAMES[torch.uint8]  # name of the dtype of MXFP4 tensors in safetensors files
 _FLOATS = tuple(DTYPE_NAMES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
+_FREQUENCIES = ".inv_freq"  # of rotary embedding, which old files have and every model computes
+
+log = logging.getLogger(__name__)
 
 
 def _without_weights(folder: Path) -> str:
@@ -244,6 +248,7 @@ class ModelDirectories:
 
     def __init__(self) -> None:
         self._by_folder: dict[Path, ModelDirectory] = {}
+        self._reported: set[Path] = set()
 
     def open(
         self,
@@ -260,6 +265,19 @@ class ModelDirectories:
         )
         # The others wait here, so they open no file of a directory that has not been checked.
         return ModelDirectory.unpacked(folder, broadcast_bytes(packed), stacked)
+
+    def report_unread(self, folder: Path, known: Collection[str]) -> None:
+        """Logs once for a folder, on rank 0, which of its tensors are not `known` to the model of its config.json."""
+        directory = self._by_folder.get(folder)
+        if directory is None or folder in self._reported:
+            return
+        self._reported.add(folder)
+        read = {part for name in known for part in (name, *directory.parts(name))}
+        if unread := sorted(name for name in directory.file_of.keys() - read if not name.endswith(_FREQUENCIES)):
+            log.warning(
+                "%s: config.json has no place for %d of the %d tensors of the files, which are not read: %s%s",
+                folder, len(unread), len(directory.file_of), ", ".join(unread[:3]), ", ..." * (len(unread) > 3),
+            )  # fmt: skip
 
     def _checked(
         self,

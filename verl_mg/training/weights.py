@@ -52,6 +52,8 @@ def load_directory(
     opened = directories or ModelDirectories()
     index = table.tensor_index
     directory = opened.open(runner.spec.path, read, frozenset(head), index.stacked, index.dtypes, index.copies)
+    if rank == 0:
+        opened.report_unread(runner.spec.path, table.huggingface().keys() | index.copies.keys())
     drawn = frozenset(head.keys() - directory.file_of.keys())
     readers = ReaderShardMap(whole, directory.file_of)
     reader = CheckpointReader(directory, head)
