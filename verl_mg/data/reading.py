@@ -191,9 +191,10 @@ def _value_of(record: Record, name: str) -> Any:
 
 
 def _field_names(record: Record) -> list[str]:
-    """Returns the names of a record's fields and of the fields inside them."""
-    inside = {field: value if isinstance(value, dict) else () for field, value in record.items()}
-    return [name for field, names in inside.items() for name in (field, *(f"{field}.{inner}" for inner in names))]
+    """Returns the names of a record's fields, and of the fields inside of a mapping in its place."""
+    inside = {field: [f"{field}.{inner}" for inner in value] if isinstance(value, dict) else [field]
+              for field, value in record.items()}  # fmt: skip
+    return [name for names in inside.values() for name in names]
 
 
 def _digest(located: Iterable[Located]) -> str:

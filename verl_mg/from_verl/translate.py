@@ -216,7 +216,7 @@ def from_verl(path: Path, overrides: list[str], output: Path | None) -> None:
     nodes = done.job.ranks // done.job.ranks_of_a_node
     start = f"torchrun {f'--nnodes {nodes} ' if nodes > 1 else ''}--nproc-per-node {done.job.ranks_of_a_node}"
     head = (
-        f"# From {path.name}, for {done.job.ranks} GPUs:\n#\n"
+        f"# From {path.name}, for {done.job.ranks} GPU{'s' * (done.job.ranks > 1)}:\n#\n"
         f"#   {start} -m verl_mg train recipes/{done.recipe.name}.py --config {output or 'FILE'}\n"
     )
     text = head + yaml.safe_dump(done.tree, sort_keys=False, allow_unicode=True)
