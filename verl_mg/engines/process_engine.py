@@ -56,7 +56,8 @@ LOG_TAIL_LINES = 12  # lines of an engine's log in an error message
 NOISE = "Ignore import error when loading"
 # Last line of a traceback, which vLLM's processes write after their names.
 EXCEPTION = re.compile(r"(?:^|[])] )((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$")
-CONSEQUENCE = "root cause"  # in the exceptions of vLLM's processes that another one has ended
+# Exceptions of vLLM's processes because another one has ended, of which the log's last lines say more.
+CONSEQUENCE = re.compile(r"root cause|RuntimeError: cancelled$")
 MESSAGE_CHARACTERS = 300  # the most of an exception in an error
 START_SECONDS = 1800.0
 CALL_SECONDS = 600.0  # time limits of the start of an engine, and of a call
@@ -145,7 +146,7 @@ class EngineProcess:
         error = before = ""
         with self._log.open(errors="replace") as lines:
             for line in map(str.rstrip, lines):
-                if (match := EXCEPTION.search(line)) and CONSEQUENCE not in line:
+                if (match := EXCEPTION.search(line)) and not CONSEQUENCE.search(line):
                     error = match[1].rstrip(".") if ": " in match[1] else f"{match[1]}: {before}"
                 if line.strip(" ^~"):
                     before = line.strip()
