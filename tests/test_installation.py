@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.helpers.launched import ROOT
+from tests.helpers.tiny_models import nightly
 from tests.helpers.traces import needs_vllm
 from tests.helpers.warm_start import VLLM_PYTHON
 
@@ -48,6 +49,7 @@ def uv(*arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_extras_for_gpus_resolve_to_the_pinned_versions(tmp_path):
     lock = shutil.copy(GPU_LOCK, tmp_path)
     platform = ["--python-platform", "x86_64-manylinux_2_39"]
@@ -210,7 +212,7 @@ except ImportError:
 """
 
 
-@pytest.mark.parametrize("installed", ["checkout", pytest.param("editable", marks=pytest.mark.nightly), "wheel"])
+@pytest.mark.parametrize("installed", [*nightly("checkout", "editable"), "wheel"])
 def test_recipes_have_one_name_however_the_package_is_installed(installed, tmp_path, request):
     site = source = ROOT
     if installed == "wheel":

@@ -56,6 +56,7 @@ def test_process_in_another_interpreter_finds_packages_of_it_and_no_other(folder
     assert (found["package"], found["recipes"]) == (f"{root}/verl_mg/__init__.py", [f"{root}/verl_mg/recipes"])
 
 
+@pytest.mark.nightly
 def test_process_in_this_interpreter_finds_folders_of_pythonpath_but_not_training(folders, monkeypatch):
     monkeypatch.delenv("PYTHONHOME")
     found = seen(sys.executable, inherited_environment(None), folders)

@@ -143,6 +143,7 @@ def in_portions(server: Server) -> list[dict[str, object]]:
         return train_on(server, 1, ["actor.layout=tp2"])
 
 
+@pytest.mark.nightly
 def test_process_group_sync_in_many_chunks_serves_the_same_weights(server, ranks):
     check_updates(server, ranks.run(2, in_portions, server))
 

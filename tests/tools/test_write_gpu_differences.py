@@ -133,6 +133,7 @@ def replaced(python: str, packages: str, imports: tuple[str, ...], statement: st
     return printed(python, "tests.helpers.replaced", packages, ",".join(imports), statement)
 
 
+@pytest.mark.nightly
 def test_functions_that_the_cpu_platform_replaces_are_on_the_page():
     names = replaced(sys.executable, "torch,megatron", OF_MEGATRON, IN_AN_OPTIMIZER)
     assert len(names) > 30 and {"torch.Tensor.type", "torch.cuda.Stream", "transformer_engine"} <= set(names)
