@@ -32,12 +32,14 @@ from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES, DamagedFileError, S
 from verl_mg.distributed.collectives import broadcast_bytes
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import INDEX, SINGLE, weight_map
+from verl_mg.models.tensor_index import TensorIndex
 from verl_mg.models.tensor_tree import StackedTensor
 from verl_mg.sharding.boxes import BlockSize, Box, Shard, full_box
 
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # files of PEFT
 PACKED = DTYPE_NAMES[torch.uint8]  # name of the dtype of MXFP4 tensors in safetensors files
 _FLOATS = tuple(DTYPE_NAMES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
+NO_INDEX = TensorIndex({}, tied=False)  # of tensors that are read under their names in files
 _FREQUENCIES = ".inv_freq"  # of rotary embedding, which old files have and every model computes
 
 log = logging.getLogger(__name__)
@@ -255,16 +257,12 @@ class ModelDirectories:
         folder: Path,
         shapes: Mapping[str, Shard],
         optional: frozenset[str] = frozenset(),
-        stacked: Mapping[str, StackedTensor] | None = None,
-        dtypes: Mapping[str, torch.dtype] | None = None,
-        copies: Mapping[str, str] | None = None,
+        index: TensorIndex = NO_INDEX,
     ) -> ModelDirectory:
         """Returns the files of tensors, of which some are `optional`, after rank 0 has checked them; a collective."""
-        packed = (
-            self._checked(folder, shapes, optional, stacked, dtypes, copies).packed() if dist.get_rank() == 0 else b""
-        )
+        packed = self._checked(folder, shapes, optional, index).packed() if dist.get_rank() == 0 else b""
         # The others wait here, so they open no file of a directory that has not been checked.
-        return ModelDirectory.unpacked(folder, broadcast_bytes(packed), stacked)
+        return ModelDirectory.unpacked(folder, broadcast_bytes(packed), index.stacked)
 
     def report_unread(self, folder: Path, known: Collection[str]) -> None:
         """Logs once for a folder, on rank 0, which of its tensors are not `known` to the model of its config.json."""
@@ -284,21 +282,19 @@ class ModelDirectories:
         folder: Path,
         shapes: Mapping[str, Shard],
         optional: frozenset[str],
-        stacked: Mapping[str, StackedTensor] | None,
-        dtypes: Mapping[str, torch.dtype] | None,
-        copies: Mapping[str, str] | None,
+        index: TensorIndex,
     ) -> ModelDirectory:
         if not shapes:
             return ModelDirectory(folder, {})
         if folder not in self._by_folder:
-            self._by_folder[folder] = ModelDirectory.find(folder, stacked)
+            self._by_folder[folder] = ModelDirectory.find(folder, index.stacked)
         directory = self._by_folder[folder]
         absent = optional - directory.file_of.keys()  # such as a value head, which then gets initial values
         present = {name: shard for name, shard in shapes.items() if name not in absent}
-        directory.check(present, dtypes, copies)
+        directory.check(present, index.dtypes, index.copies)
         # Only the requested tensors and what they are read from travel to the other ranks.
         file_of: dict[str, str] = {}
         for name in present:
             parts = directory.parts(name)
             file_of |= {part: directory.file_of[part] for part in parts} | {name: directory.file_of[parts[0]]}
-        return ModelDirectory(folder, file_of, directory.block, stacked or {})
+        return ModelDirectory(folder, file_of, directory.block, index.stacked)

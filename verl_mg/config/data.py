@@ -32,7 +32,7 @@ class WeightedRewardConfig(ConfigSection):
     """Reward function or class, as in `reward.function`."""
     options: dict[str, Any] = {}
     """Keyword arguments of the function, or of the class when it is created."""
-    weight: float = Field(1.0)
+    weight: float = 1.0
     """Factor of this reward in the sum. 0: the reward is only logged."""
 
 

@@ -387,7 +387,7 @@ class RolloutConfig(ConfigSection):
     agents spend their time on tools."""
     agent_retries: int = Field(0, ge=0)
     """Times that an agent is started again after it has raised an exception, in a new session."""
-    agent_failure_reward: float = Field(0.0)
+    agent_failure_reward: float = 0.0
     """Reward of a sample whose agent has failed, or was stopped at its time limit."""
     agent_trained: list[str] = []
     """Names of models, as agents write them in their requests, whose replies are trained, such as the side of a game

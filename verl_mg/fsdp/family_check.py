@@ -156,7 +156,7 @@ class FamilyChecks:
         return self._forms[key]
 
     def check(self, spec: ModelSpec, groups: MeshGroups) -> Form:
-        """Checks a family again, and says nothing where it computes rows one by one."""
+        """Does the same as `form`, without its memory and its warning."""
         here, check, error = None, None, ""
         try:
             if groups.is_member:

@@ -51,7 +51,7 @@ def load_directory(
     head = _fresh_head(table.config.hidden) if SCORE in read else {}
     opened = directories or ModelDirectories()
     index = table.tensor_index
-    directory = opened.open(runner.spec.path, read, frozenset(head), index.stacked, index.dtypes, index.copies)
+    directory = opened.open(runner.spec.path, read, frozenset(head), index)
     if rank == 0:
         opened.report_unread(runner.spec.path, table.huggingface().keys() | index.copies.keys())
     drawn = frozenset(head.keys() - directory.file_of.keys())
