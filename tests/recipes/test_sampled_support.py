@@ -78,6 +78,6 @@ def test_run_on_the_whole_vocabulary_has_no_candidates(ranks, tasks, tmp_path, a
     rows, limited = recorded(tmp_path / "run"), recorded(alone[1])
     assert "support_sizes" not in rows[0] and "support_ids" not in rows[0]
     assert [row["tokens"] for row in rows] == [row["tokens"] for row in limited]
-    pairs = [(x, y) for a, b in zip(rows, limited, strict=True) for x, y in zip(*(r["old_logprobs"] for r in (a, b)))]
-    assert all(full <= of_candidates + 1e-6 for full, of_candidates in pairs)
-    assert sum(of_candidates - full for full, of_candidates in pairs) > 0.1 * len(rows)
+    for row, of_candidates in zip(rows, limited, strict=True):
+        gained = [b - a for a, b in zip(row["old_logprobs"], of_candidates["old_logprobs"], strict=True)]
+        assert min(gained) > -1e-6 and max(gained) > 0.01
