@@ -112,6 +112,23 @@ class JobCase:
         return self.on_gpus and self.rollout.sleep and not self.rollout.num_ranks and not self.rollout.has_servers
 
     @property
+    def support(self) -> str:
+        """Tokens that distributions are over, where draws are limited; evaluations have no such key."""
+        return getattr(self.config.algorithm, "support", "full")
+
+    @property
+    def teacher_of_all_tokens(self) -> str:
+        """Key by which a teacher has another vocabulary, or a server that knows no candidates; "" without one."""
+        keys = {f"teachers.{name}": teacher for name, teacher in self.config.teachers.items()}
+        return next((f"{key}.{'url' if t.url else 'tokenizer'}" for key, t in keys.items() if t.url or t.tokenizer), "")
+
+    @property
+    def drafts(self) -> str:
+        """Key by which engines decode speculatively; "" where they do not."""
+        names = (name for name in ("speculative_algorithm", "speculative_config") if self.extra.get(name))
+        return next((f"rollout.{self.rollout.engine}.{name}" for name in names), "")
+
+    @property
     def has_draft(self) -> bool:
         """Whether an engine of the job has a draft model that is a layer of the actor."""
         return self.engine_ranks > 0 and self.engine.has_draft(self.extra)
@@ -184,6 +201,16 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
     ),
     Refusal(lambda c: c.rollout.adapters and c.config.actor.lora is None,
             "rollout.adapters=true: the actor has none. Set actor.lora, or leave it out."),
+    *under(
+        "algorithm.support={c.support}", lambda c: c.rollout.limits_draws,
+        (lambda c: c.support == "sampled" and c.teacher_of_all_tokens,
+         "{value} scores tokens of the whole vocabulary. Write algorithm.support=policy or full."),
+        (lambda c: c.support == "policy" and hasattr(c.config.algorithm, "divergence"),
+         "algorithm.divergence compares distributions over the same tokens. Write algorithm.support=sampled or full."),
+        (lambda c: c.support != "full" and c.drafts,
+         "with {value} engines do not report the candidates of drafted tokens. Leave it out, or write "
+         "algorithm.support=full."),
+    ),
     *under(
         "rollout.adapters=true", lambda c: c.rollout.adapters,
         (lambda c: not c.engine.largest_adapter_rank,

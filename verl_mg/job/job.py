@@ -447,6 +447,7 @@ class RunningJob:
             min_p=config.min_p,
             stop_token_ids=self._stops.ids,
             stop=tuple(config.stop),
+            returns_support=self.config.algorithm.support != "full",
             # A context with a placeholder that has no image is invalid, so the policy must not draw one.
             excluded_token_ids=self.processor.placeholder_ids if self.processor else (),
         )

@@ -94,10 +94,11 @@ def loss_tokens(micro: MicroBatch[Any], output: Tensor, teacher: TeacherDivergen
     """
     columns = {}
     for name in micro.rows.names():
-        if name in (ROUTED_EXPERTS, SHARED_WITH, SHARED_TOKENS, TEACHER_HIDDEN):  # not of a loss
-            continue
+        kind = micro.rows.kind(name)
+        if name in (ROUTED_EXPERTS, SHARED_WITH, SHARED_TOKENS, TEACHER_HIDDEN) or kind is ColumnKind.CANDIDATE:
+            continue  # not of a loss
         column = micro.rows[name]
-        if micro.rows.kind(name) is ColumnKind.SEQUENCE:
+        if kind is ColumnKind.SEQUENCE:
             column = micro.rows.expand_to_tokens(column)
         columns[name] = copy_to(output.device, column[micro.token_index])
     return LossInputs(
