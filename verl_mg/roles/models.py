@@ -251,11 +251,11 @@ class Policy(Role):
     def compute_logprobs(self, batch: Batch, squares: bool = False) -> Tensor:
         """Returns log p of every token under the loss mask, in nats: a float32 token column with 0 elsewhere.
 
-        The distribution is softmax(logits / temperature), without top-k and top-p.
+        The distribution is softmax(logits / temperature), over the candidates of each draw where the batch has them.
 
         Args:
             batch: rows of this rank.
-            squares: whether entries are (2,), a log-prob and the sum of the squared probabilities of the vocabulary.
+            squares: whether entries are (2,), a log-prob and the sum of the squared probabilities of all tokens.
         """
         return self.forward(batch, "compute_logprobs", outputs=SQUARES if squares else LOGPROBS)
 
