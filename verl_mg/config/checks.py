@@ -231,6 +231,16 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
         (lambda c: c.rollout.wire != "cast",
          "SGLang has no quantized projection of a draft model. Write rollout.wire=cast."),
     ),
+    *under(
+        "algorithm.off_policy.score_centering", lambda c: c.config.sampler_top,
+        (lambda c: c.rollout.temperature == 0,
+         "a greedy rollout draws from no distribution. Set rollout.temperature above 0, or leave it out."),
+        # Of the engine only log-probs of all tokens are known then, and not of those that it drew from.
+        (lambda c: (c.rollout.top_p < 1 or c.rollout.top_k or c.rollout.min_p)
+         and getattr(c.config.algorithm, "support", "full") == "full",
+         "the distribution that samples are drawn from is not known with rollout.top_p, top_k or min_p. Leave these "
+         "out, or leave out score_centering."),
+    ),
     Refusal(lambda c: c.rollout.has_agents and c.rollout.tools,
             "rollout.tools: agents call tools themselves. Leave it out, or leave rollout.agent out."),
     # An agent has effects outside the job, which cannot be continued: an aborted one begins again.

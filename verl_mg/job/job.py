@@ -449,11 +449,11 @@ class RunningJob:
             stop=tuple(config.stop),
             # A context with a placeholder that has no image is invalid, so the policy must not draw one.
             excluded_token_ids=self.processor.placeholder_ids if self.processor else (),
+            top_logprobs=self.config.sampler_top,
         )
         if config.has_agents:
             limits = ImageLimits(self.config.data.max_image_pixels, self.config.data.max_images)
-            stop_ids = sampling.stop_token_ids
-            wrap = agent_wrapper(config, self.tokenizer, stop_ids, model.max_positions, self.processor, limits)
+            wrap = agent_wrapper(config, self.tokenizer, self._stops.ids, model.max_positions, self.processor, limits)
         else:
             wrap = self._with_tools()
         decode = decoder(self.tokenizer)

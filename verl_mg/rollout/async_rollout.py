@@ -234,7 +234,7 @@ class AsyncRollout(Rollout):
         with self._context.timer("row_dispatch"):
             with self._worker.stopped():
                 self._queue.forget([i for group in groups for i in group.ids])
-            rows = self._assemble(groups)
+            rows = self._assemble(groups, self._sampling)
             batch = rows.batch
             # Counting groups does not bound samples that take longer than `max_staleness` updates; this does, per
             # token.

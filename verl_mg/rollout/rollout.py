@@ -240,11 +240,13 @@ class Rollout(RolloutSource):
         """Implements `RolloutSource.generate_for_eval`, while samples of training may be in flight."""
         self._context.executor.require_outside_block("rollout.generate_for_eval")
         groups = self._groups.add_evaluation(prompts, num_samples, self._first_evaluation_number)
-        call = self._start(groups, len(groups), replace(self._sampling, **sampling))
+        # Without what only updates need.
+        of_call = replace(self._sampling, top_logprobs=0, **sampling)
+        call = self._start(groups, len(groups), of_call)
         self._wait_for(call)
         with self._context.timer("row_dispatch"):
             self._exchange(call)
-            rows = self._assemble(groups, is_whole_call=True)
+            rows = self._assemble(groups, of_call, is_whole_call=True)
         self.records.append(RolloutRecord.of(rows))
         return rows.batch
 
@@ -351,12 +353,13 @@ class Rollout(RolloutSource):
         orders = [dict(report["order"]) for report in reports]
         return first_complete(call.groups, call.queued, orders, call.num_needed)
 
-    def _assemble(self, groups: Sequence[Group], is_whole_call: bool = False) -> GeneratedRows:
+    def _assemble(self, groups: Sequence[Group], sampling: Sampling, is_whole_call: bool = False) -> GeneratedRows:
         """Returns this rank's rows of groups, each sent by the rank that generated it, and removes the groups."""
         buffer = self._groups
         score_ids = buffer.score_ids if self._reward else None
         with self._worker.stopped():
-            rows = group_rows(groups, buffer.completed, score_ids, self._engines.version, self._setup.routed_shape)
+            further = (self._engines.version, self._setup.routed_shape, sampling.top_logprobs)
+            rows = group_rows(groups, buffer.completed, score_ids, *further)
             buffer.remove(groups, GroupState.RETURNED)  # their scores stay until `RewardRole.wait`
         # Fixed shares give each rank whole groups. Groups of earlier calls, or not all of a call, would be uneven.
         if is_whole_call and self._engines.rows_are_local:
@@ -417,6 +420,7 @@ def group_rows(
     score_ids: Mapping[int, int] | None,
     policy_version: int,
     routed_shape: tuple[int, int] | None = None,
+    num_top: int = 0,
 ) -> GeneratedRows:
     """Returns the rows of the samples that this rank's engine has generated; groups are in the order of their ids.
 
@@ -425,7 +429,7 @@ def group_rows(
     """
     pairs = [(group, i) for group in groups for i in group.ids if i in completed]
     samples = [replace(completed[i], id=sample_number(i)) for _, i in pairs]
-    batch = samples_to_batch([group.prompt for group, _ in pairs], samples, policy_version, routed_shape)
+    batch = samples_to_batch([group.prompt for group, _ in pairs], samples, policy_version, routed_shape, num_top)
     pair_of = {sample_number(i): (group, i) for group, i in pairs}
     of_rows = [pair_of[number] for number in batch["trajectory"].tolist()]
     batch["group"] = torch.tensor([sample_number(group.ids.start) for group, _ in of_rows], dtype=torch.int64)

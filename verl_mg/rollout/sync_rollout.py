@@ -191,7 +191,7 @@ class SyncRollout(Rollout):
                     group.state = GroupState.SCORED
                 scores = [score for report in reports for score in report["scores"]]
                 self.metrics |= filter_metrics(len(rejected), scores)
-            rows = self._assemble(selected, call.is_fresh and len(selected) == len(call.groups))
+            rows = self._assemble(selected, self._sampling, call.is_fresh and len(selected) == len(call.groups))
         self._drop(rejected)
         if not self._partial_rollout:
             self._drop(self._groups.training)

@@ -17,9 +17,10 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_to_all_json
 from verl_mg.engines.engine import Sample
+from verl_mg.engines.sampled_support import join_tops
 from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, ConversationTurn, Segment, Trajectory
 from verl_mg.rewards import Reward
-from verl_mg.training.microbatch import TEACHER_HIDDEN, TEACHER_TOP
+from verl_mg.training.microbatch import SAMPLER_TOP, TEACHER_HIDDEN, TEACHER_TOP
 
 Conversation = Mapping[str, Any]
 """Trajectory without its tokens: turns, sizes of the segments, log, error, and the reward of the agent.
@@ -48,6 +49,7 @@ def samples_to_batch(
     samples: Sequence[Sample],
     policy_version: int,
     routed_shape: tuple[int, int] | None = None,
+    num_top: int = 0,
 ) -> Batch:
     """Returns rows of context and response, without the columns `group` and `generated_by`.
 
@@ -62,7 +64,8 @@ def samples_to_batch(
     samples have trajectories: then all of them have one.
 
     `policy_version` is for rows without generated tokens. `routed_shape` is (layers, experts per token); with it all
-    ranks have the column `routed_experts`, also where their samples report none.
+    ranks have the column `routed_experts`, also where their samples report none; likewise with `num_top`, the number of
+    likeliest tokens that samples have, `sampler_top`.
     """
     pairs = enumerate(zip(prompts, samples, strict=True))
     rows = [row for i, (prompt, sample) in pairs for row in _rows_of(i, prompt, sample)]
@@ -93,6 +96,13 @@ def samples_to_batch(
     if routed_shape is not None:
         none = torch.empty(0, *routed_shape, dtype=torch.int16)
         batch["routed_experts"] = torch.cat([none, *(_routed(part, none) for part in parts)])
+    if num_top:
+        top = torch.zeros(batch.total_tokens, 2, num_top)
+        top[:, 0] = -torch.inf
+        if (likeliest := join_tops([(len(part.policy_versions), part.top) for part in parts])) is not None:
+            top[known, :, : likeliest.shape[2]] = likeliest
+        assert top[batch["loss_mask"], 0, 0].isfinite().all(), "the engine reports no likeliest tokens"
+        batch[SAMPLER_TOP] = top
     return batch
 
 
@@ -110,7 +120,7 @@ def _rows_of(number: int, prompt: Prompt, sample: Sample) -> Iterator[_Row]:
         row = sample.id if trajectory is None else row_id(sample.id, 0)
         tokens, images = (*prompt.tokens, *sample.tokens), (*prompt.load_images(), *sample.images)
         reported = (sample.logprobs, sample.policy_versions, truncated)
-        whole = Segment(tokens, *reported, routed_experts=sample.routed_experts, images=images)
+        whole = Segment(tokens, *reported, routed_experts=sample.routed_experts, top=sample.top, images=images)
         yield _Row(number, row, whole, len(prompt.tokens), row)
         return
     for i, part in enumerate(trajectory.segments):
