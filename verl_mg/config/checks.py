@@ -112,6 +112,17 @@ class JobCase:
         return self.on_gpus and self.rollout.sleep and not self.rollout.num_ranks and not self.rollout.has_servers
 
     @property
+    def support(self) -> str:
+        """Tokens that distributions are over, where draws are limited; evaluations have no such key."""
+        return getattr(self.config.algorithm, "support", "full")
+
+    @property
+    def teacher_of_all_tokens(self) -> str:
+        """Key by which a teacher has another vocabulary, or a server that knows no candidates; "" without one."""
+        keys = {f"teachers.{name}": teacher for name, teacher in self.config.teachers.items()}
+        return next((f"{key}.{'url' if t.url else 'tokenizer'}" for key, t in keys.items() if t.url or t.tokenizer), "")
+
+    @property
     def has_draft(self) -> bool:
         """Whether an engine of the job has a draft model that is a layer of the actor."""
         return self.engine_ranks > 0 and self.engine.has_draft(self.extra)
@@ -185,6 +196,13 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
     Refusal(lambda c: c.rollout.adapters and c.config.actor.lora is None,
             "rollout.adapters=true: the actor has none. Set actor.lora, or leave it out."),
     *under(
+        "algorithm.support={c.support}", lambda c: c.rollout.limits_draws,
+        (lambda c: c.support == "sampled" and c.teacher_of_all_tokens,
+         "{value} scores tokens of the whole vocabulary. Write algorithm.support=policy or full."),
+        (lambda c: c.support == "policy" and hasattr(c.config.algorithm, "divergence"),
+         "algorithm.divergence compares distributions over the same tokens. Write algorithm.support=sampled or full."),
+    ),
+    *under(
         "rollout.adapters=true", lambda c: c.rollout.adapters,
         (lambda c: not c.engine.largest_adapter_rank,
          "the engine {c.rollout.engine} has merged weights. Write rollout.engine=sglang or vllm, or leave it out."),
@@ -235,11 +253,9 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
         "algorithm.off_policy.score_centering", lambda c: c.config.sampler_top,
         (lambda c: c.rollout.temperature == 0,
          "a greedy rollout draws from no distribution. Set rollout.temperature above 0, or leave it out."),
-        # Of the engine only log-probs of all tokens are known then, and not of those that it drew from.
-        (lambda c: (c.rollout.top_p < 1 or c.rollout.top_k or c.rollout.min_p)
-         and getattr(c.config.algorithm, "support", "full") == "full",
-         "the distribution that samples are drawn from is not known with rollout.top_p, top_k or min_p. Leave these "
-         "out, or leave out score_centering."),
+        # The engine's log-probs are then over all tokens, and not over those that it drew from.
+        (lambda c: c.rollout.limits_draws and c.support == "full",
+         "the distribution that samples are drawn from is not known with algorithm.support=full. Write sampled."),
     ),
     Refusal(lambda c: c.rollout.has_agents and c.rollout.tools,
             "rollout.tools: agents call tools themselves. Leave it out, or leave rollout.agent out."),

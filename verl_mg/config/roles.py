@@ -264,8 +264,9 @@ class RolloutConfig(ConfigSection):
     """Sample from the k most likely tokens. 0: off."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Sample from the tokens with at least this share of the probability of the most likely one (arXiv:2407.01082). 0:
-    off. As with `top_p` and `top_k` log-probs are of the full distribution, in engines and training. vLLM
-    measures `top_p` and `top_k` within these tokens, other engines take those that pass each of the three."""
+    off. vLLM measures `top_p` and `top_k` within these tokens, other engines take those that pass each of the three.
+    Log-probs, in engines and training, are of the distribution over the tokens that the three leave, see
+    `algorithm.support`."""
     stop: StopStrings = []
     """Strings that end a response, such as `["</answer>"]`. Its last token is the one that completes one of them, also
     in the middle of the token, on every engine. Rewards see the text up to the end of that token, the string included.
@@ -398,6 +399,11 @@ class RolloutConfig(ConfigSection):
     chat_template_options: dict[str, Any] = {}
     """Variables of the chat template, such as {enable_thinking: false}, wherever it is applied: to prompts, to
     demonstrations and pairs, and to conversations of agents and tools."""
+
+    @property
+    def limits_draws(self) -> bool:
+        """Whether tokens are drawn from candidates, not from the whole vocabulary."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
 
     @property
     def has_agents(self) -> bool:

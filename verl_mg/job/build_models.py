@@ -92,8 +92,12 @@ class ModelRoleBuilder:
 
     def _build(self, role: str) -> Role:
         section, kind, context = self._section(role), kind_of(role), self._context
+        support = self._config.algorithm.support
+        on_support = support == "sampled" or (support == "policy" and role == "actor")
         likeliest = SAMPLER_TOP if role == "actor" and self._config.sampler_top else None
-        batching = Batching(self._config.rollout.temperature, section.tokens_per_micro_batch, likeliest)
+        batching = Batching(
+            self._config.rollout.temperature, section.tokens_per_micro_batch, on_support=on_support, likeliest=likeliest
+        )
         # With LoRA the weights under the adapters are the reference: a second copy of the model is not needed.
         if role == "reference" and "actor" in self._built and self._config.reference_is_unadapted_actor:
             return UnadaptedPolicy(self._built["actor"], batching, role, context)

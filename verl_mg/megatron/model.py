@@ -25,7 +25,7 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.transformer_config import block_spec, transformer_config
 from verl_mg.models.transformers_module import read_module_config
 from verl_mg.sharding.weight_table import WeightTable
-from verl_mg.training.logprobs import EVERYTHING, OutputLayer, TokenOutputs, vocab_parallel_logprobs
+from verl_mg.training.logprobs import EVERYTHING, Draw, OutputLayer, TokenOutputs, vocab_parallel_logprobs
 from verl_mg.training.lora import ADAPTER
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.model_spec import ModelSpec
@@ -102,7 +102,7 @@ class PackedModel(GPTModel):
         embedded = self.multi_token.embed(following.ids, weight)
         states = self.multi_token(hidden.detach() if self.detaches_heads else hidden, embedded, micro.packed)
         predicting = self.gather_sequence(states)[following.hidden_index]
-        logprobs, _ = vocab_parallel_logprobs(predicting, following.targets, layer, 1.0, extra=None)
+        logprobs, _ = vocab_parallel_logprobs(predicting, following.targets, layer, Draw(1.0), extra=None)
         return logprobs.new_zeros(1, len(micro.token_index)).index_copy(1, following.scored_index, logprobs[None])
 
     def _values(self, hidden: Tensor, micro: MicroBatch[PackedSequences]) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_mg.batch import Batch, ColumnKind
+from verl_mg.batch import SUPPORT_IDS, SUPPORT_SIZES, Batch, ColumnKind
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.distributed.collectives import all_gather_bytes
 from verl_mg.layout import Stage
@@ -70,7 +70,8 @@ def mark_shared(rows: Batch, numbers: Sequence[int], shared: Shared) -> Batch:
     return rows
 
 
-FORWARD_COLUMNS = ("tokens", "loss_mask", "routed_experts")
+SUPPORT_COLUMNS = (SUPPORT_SIZES, SUPPORT_IDS)
+FORWARD_COLUMNS = ("tokens", "loss_mask", "routed_experts", *SUPPORT_COLUMNS)
 """Columns that the result of a forward pass depends on."""
 
 
@@ -94,6 +95,8 @@ class Batching:
     """Sampling temperature, which divides the logits; 0 is greedy sampling."""
     tokens_per_micro_batch: int
     """On all ranks of a context-parallel group together."""
+    on_support: bool = True
+    """Whether distributions are over the candidates of each draw, in batches that have them."""
     likeliest: str | None = None
     """Column of likeliest tokens whose log-probs are computed as well, in batches that have it; None: there is none."""
 
@@ -253,14 +256,20 @@ class Role:
         """
         # Roles of a concurrent block that have the same layout, such as actor and reference, share what is received.
         check_routed_experts(batch, self.runner.table.config)
-        key = (Fingerprint(batch, batch.names()), self.runner.placement, self.runner.table.config, plans)
+        key = (Fingerprint(batch, batch.names()), self.runner.placement, self.runner.table.config, self._omitted, plans)
         return self._context.executor.once(key, lambda: self._gather(batch, index, plans))
+
+    @property
+    def _omitted(self) -> tuple[str, ...]:
+        """Columns that the model does not read: its distributions are over the vocabulary, or it has none."""
+        return () if self._batching.on_support and self.head == "language" else SUPPORT_COLUMNS
 
     def _gather(self, batch: Batch, index: RowIndex, plans: Sequence[MicroBatchPlan]) -> list[list[Batch]]:
         slots = range(len(plans[0].rows))
         by_slot = [[row for plan in plans for micro in plan.rows[slot] for row in micro] for slot in slots]
         stages, model = range(self.runner.layout.pp), self.runner.table.config
-        by_stage = [columns_needed(index.schema, self.runner.stage(stage), model) for stage in stages]
+        schema = {name: column for name, column in index.schema.items() if name not in self._omitted}
+        by_stage = [columns_needed(schema, self.runner.stage(stage), model) for stage in stages]
         places = [self.runner.placement.coordinates(rank) for rank in range(dist.get_world_size())]
         wanted = [by_slot[at.dp * self.runner.layout.cp + at.cp] if at else [] for at in places]
         needed = [by_stage[at.pp] if at else [] for at in places]

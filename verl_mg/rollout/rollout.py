@@ -240,13 +240,13 @@ class Rollout(RolloutSource):
         """Implements `RolloutSource.generate_for_eval`, while samples of training may be in flight."""
         self._context.executor.require_outside_block("rollout.generate_for_eval")
         groups = self._groups.add_evaluation(prompts, num_samples, self._first_evaluation_number)
-        # Without what only updates need.
-        of_call = replace(self._sampling, top_logprobs=0, **sampling)
-        call = self._start(groups, len(groups), of_call)
+        # Nothing trains on these samples.
+        drawn = replace(self._sampling, returns_support=False, top_logprobs=0, **sampling)
+        call = self._start(groups, len(groups), drawn)
         self._wait_for(call)
         with self._context.timer("row_dispatch"):
             self._exchange(call)
-            rows = self._assemble(groups, of_call, is_whole_call=True)
+            rows = self._assemble(groups, drawn, is_whole_call=True)
         self.records.append(RolloutRecord.of(rows))
         return rows.batch
 
@@ -358,8 +358,9 @@ class Rollout(RolloutSource):
         buffer = self._groups
         score_ids = buffer.score_ids if self._reward else None
         with self._worker.stopped():
-            further = (self._engines.version, self._setup.routed_shape, sampling.top_logprobs)
-            rows = group_rows(groups, buffer.completed, score_ids, *further)
+            reported = (sampling.reports_support, sampling.top_logprobs)
+            known = (score_ids, self._engines.version, self._setup.routed_shape, *reported)
+            rows = group_rows(groups, buffer.completed, *known)
             buffer.remove(groups, GroupState.RETURNED)  # their scores stay until `RewardRole.wait`
         # Fixed shares give each rank whole groups. Groups of earlier calls, or not all of a call, would be uneven.
         if is_whole_call and self._engines.rows_are_local:
@@ -420,6 +421,7 @@ def group_rows(
     score_ids: Mapping[int, int] | None,
     policy_version: int,
     routed_shape: tuple[int, int] | None = None,
+    has_support: bool = False,
     num_top: int = 0,
 ) -> GeneratedRows:
     """Returns the rows of the samples that this rank's engine has generated; groups are in the order of their ids.
@@ -429,7 +431,8 @@ def group_rows(
     """
     pairs = [(group, i) for group in groups for i in group.ids if i in completed]
     samples = [replace(completed[i], id=sample_number(i)) for _, i in pairs]
-    batch = samples_to_batch([group.prompt for group, _ in pairs], samples, policy_version, routed_shape, num_top)
+    prompts = [group.prompt for group, _ in pairs]
+    batch = samples_to_batch(prompts, samples, policy_version, routed_shape, has_support, num_top)
     pair_of = {sample_number(i): (group, i) for group, i in pairs}
     of_rows = [pair_of[number] for number in batch["trajectory"].tolist()]
     batch["group"] = torch.tensor([sample_number(group.ids.start) for group, _ in of_rows], dtype=torch.int64)

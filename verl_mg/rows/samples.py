@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_mg.batch import Batch, ColumnKind
+from verl_mg.batch import SUPPORT_IDS, SUPPORT_SIZES, Batch, ColumnKind
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_to_all_json
 from verl_mg.engines.engine import Sample
-from verl_mg.engines.sampled_support import join_tops
+from verl_mg.engines.sampled_support import SampledSupport, join_supports, join_tops
 from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, ConversationTurn, Segment, Trajectory
+from verl_mg.errors import UserError
 from verl_mg.rewards import Reward
 from verl_mg.training.microbatch import SAMPLER_TOP, TEACHER_HIDDEN, TEACHER_TOP
 
@@ -49,6 +50,7 @@ def samples_to_batch(
     samples: Sequence[Sample],
     policy_version: int,
     routed_shape: tuple[int, int] | None = None,
+    has_support: bool = False,
     num_top: int = 0,
 ) -> Batch:
     """Returns rows of context and response, without the columns `group` and `generated_by`.
@@ -64,8 +66,9 @@ def samples_to_batch(
     samples have trajectories: then all of them have one.
 
     `policy_version` is for rows without generated tokens. `routed_shape` is (layers, experts per token); with it all
-    ranks have the column `routed_experts`, also where their samples report none; likewise with `num_top`, the number of
-    likeliest tokens that samples have, `sampler_top`.
+    ranks have the column `routed_experts`, also where their samples report none. `has_support`: so have all ranks the
+    columns of the support, and UserError where an engine did not report the candidates of a token, or not the token.
+    `num_top`, the number of likeliest tokens that samples have: likewise the column `sampler_top`.
     """
     pairs = enumerate(zip(prompts, samples, strict=True))
     rows = [row for i, (prompt, sample) in pairs for row in _rows_of(i, prompt, sample)]
@@ -96,14 +99,46 @@ def samples_to_batch(
     if routed_shape is not None:
         none = torch.empty(0, *routed_shape, dtype=torch.int16)
         batch["routed_experts"] = torch.cat([none, *(_routed(part, none) for part in parts)])
+    if has_support:
+        _put_support(batch, parts)
     if num_top:
-        top = torch.zeros(batch.total_tokens, 2, num_top)
-        top[:, 0] = -torch.inf
-        if (likeliest := join_tops([(len(part.policy_versions), part.top) for part in parts])) is not None:
-            top[known, :, : likeliest.shape[2]] = likeliest
-        assert top[batch["loss_mask"], 0, 0].isfinite().all(), "the engine reports no likeliest tokens"
-        batch[SAMPLER_TOP] = top
+        _put_top(batch, parts, num_top)
     return batch
+
+
+def _put_support(batch: Batch, parts: Sequence[Segment]) -> None:
+    """Adds the candidates of the tokens of rows."""
+    # Engines that are silent about some tokens would have them trained as draws from the whole vocabulary.
+    silent = [any(v != NOT_GENERATED for v in part.policy_versions) and part.support is None for part in parts]
+    joined = join_supports([(len(part.tokens), part.support) for part in parts])
+    none = torch.empty(0, dtype=torch.int32)
+    support = SampledSupport(none.new_zeros(batch.total_tokens), none) if joined is None else joined
+    drawn = batch["tokens"].repeat_interleave(support.sizes.long()) == support.ids
+    token_of = torch.arange(batch.total_tokens).repeat_interleave(support.sizes.long())
+    is_candidate = torch.zeros(batch.total_tokens, dtype=torch.bool).index_put_((token_of[drawn],), torch.tensor(True))
+    strange = batch.sequence_ids[(support.sizes > 0) & ~is_candidate].tolist()
+    for row in (*[i for i, is_silent in enumerate(silent) if is_silent], *strange)[:1]:
+        raise UserError(
+            f"algorithm.support: the engine of sample_id {int(batch['sample_id'][row])} reported tokens without the "
+            "candidates that they were drawn from. Write algorithm.support=full, or choose another rollout.engine."
+        )
+    batch.put(SUPPORT_SIZES, support.sizes, ColumnKind.TOKEN)
+    batch.put(SUPPORT_IDS, support.ids, ColumnKind.CANDIDATE)
+
+
+def _put_top(batch: Batch, parts: Sequence[Segment], num_top: int) -> None:
+    """Adds the likeliest tokens of the distributions that tokens were drawn from."""
+    top = torch.zeros(batch.total_tokens, 2, num_top)
+    top[:, 0] = -torch.inf
+    if (joined := join_tops([(len(part.tokens), part.top) for part in parts])) is not None:
+        top[:, :, : joined.shape[2]] = joined
+    silent = batch.sequence_ids[batch["loss_mask"] & ~top[:, 0, 0].isfinite()]
+    if len(silent):
+        raise UserError(
+            f"algorithm.off_policy.score_centering: the engine of sample_id {int(batch['sample_id'][silent[0]])} "
+            "reported tokens without the likeliest ones. Leave it out, or choose another rollout.engine."
+        )
+    batch.put(SAMPLER_TOP, top, ColumnKind.TOKEN)
 
 
 def row_id(trajectory: int, segment: int) -> int:
@@ -120,7 +155,11 @@ def _rows_of(number: int, prompt: Prompt, sample: Sample) -> Iterator[_Row]:
         row = sample.id if trajectory is None else row_id(sample.id, 0)
         tokens, images = (*prompt.tokens, *sample.tokens), (*prompt.load_images(), *sample.images)
         reported = (sample.logprobs, sample.policy_versions, truncated)
-        whole = Segment(tokens, *reported, routed_experts=sample.routed_experts, top=sample.top, images=images)
+        support = join_supports([(len(prompt.tokens), None), (len(sample.tokens), sample.support)])
+        top = join_tops([(len(prompt.tokens), None), (len(sample.tokens), sample.top)])
+        whole = Segment(
+            tokens, *reported, routed_experts=sample.routed_experts, support=support, top=top, images=images
+        )
         yield _Row(number, row, whole, len(prompt.tokens), row)
         return
     for i, part in enumerate(trajectory.segments):
@@ -218,4 +257,5 @@ class RolloutRecord:
         """Adds a column that the recipe receives."""
         # Copied, since the recipe may edit it in place. Columns with several numbers per token are large, and no recipe
         # changes them.
-        self.received.put(name, values.clone() if values.dim() == 1 else values, kind)
+        is_small = values.dim() == 1 and kind is not ColumnKind.CANDIDATE
+        self.received.put(name, values.clone() if is_small else values, kind)
