@@ -78,6 +78,69 @@ def test_samples_have_the_logprobs_and_the_routing_of_transformers(engine, whole
             assert torch.equal(sample.routed_experts.long().sort(-1).values, experts.sort(-1).values)
 
 
+LIMITS: list[dict[str, Any]] = [
+    {"top_p": 0.9},
+    {"top_k": 3},
+    {"min_p": 0.2},
+    {"top_p": 0.8, "top_k": 4, "min_p": 0.05, "temperature": 1.3},
+    {"top_p": 0.95, "excluded_token_ids": (7, 9)},
+]
+
+
+def bounds_of(scores: Any, limits: dict[str, Any], engine: Any) -> tuple[Any, Any]:
+    """Tokens that are surely and possibly candidates, (n, vocabulary) bool each: rounding decides about the others.
+
+    top_p counts shares of all tokens, on SGLang without the excluded ones. vLLM applies min_p, top_k and top_p one
+    after the other, each to the distribution that is left.
+    """
+    kind = engine.kind.name if isinstance(engine, ProcessEngine) else "hf"
+    found = []
+    for slack in (-1e-5, 1e-5):
+        probs = scores.double().exp()
+        drawn = probs.clone()
+        drawn[:, list(limits.get("excluded_token_ids", ()))] = 0.0
+        order = drawn.argsort(-1, descending=True)
+        probs, drawn = probs.gather(1, order), drawn.gather(1, order)
+        kept = drawn >= (limits.get("min_p", 0.0) - slack) * drawn[:, :1]
+        kept[:, limits.get("top_k", kept.shape[1]) :] = False
+        left = drawn * kept if kind == "vllm" else drawn
+        kept &= (left.cumsum(-1) - left) / (probs if kind == "hf" else left).sum(-1, keepdim=True) < (
+            limits.get("top_p", 1.1) + slack
+        )
+        found.append(torch.zeros_like(kept).scatter(1, order, kept & (drawn > 0)))
+    return found[0], found[1]
+
+
+@of_all
+def test_samples_have_the_candidates_of_each_token_and_the_logprobs_over_them(engine, wholes):
+    """Requests with different limits, with reports and without, are in a batch together."""
+    asked: dict[int, tuple[Request, Sampling, dict[str, Any]]] = {}
+    for limits in LIMITS:
+        for report in ({}, {"returns_support": True, "top_logprobs": 4}):
+            sampling = Sampling(**{"max_new_tokens": 12, "temperature": 0.8} | limits | report)
+            new = [replace(request, id=100 * len(asked) + request.id) for request in requests(3)]
+            asked |= {request.id: (request, sampling, limits) for request in new}
+            engine.submit(new, sampling)
+    num_candidates: set[int] = set()
+    for sample in all_of(engine, len(asked)):
+        request, sampling, limits = asked[sample.id]
+        if not sampling.returns_support:
+            assert sample.support is None and sample.top is None
+            continue
+        scores, _ = scores_of(wholes[0], request, sample, sampling.temperature)
+        rows, candidates = torch.arange(len(sample.tokens)), torch.zeros_like(scores, dtype=torch.bool)
+        candidates[rows.repeat_interleave(sample.support.sizes), sample.support.ids.long()] = True
+        surely, possibly = bounds_of(scores, limits, engine)
+        assert candidates[rows, sample.tokens].all() and (surely <= candidates).all() and (candidates <= possibly).all()
+        num_candidates |= set(sample.support.sizes.tolist())
+        inside = scores.double().where(candidates, -torch.inf).log_softmax(-1).float()
+        torch.testing.assert_close(torch.tensor(sample.logprobs), inside[rows, sample.tokens], atol=1e-5, rtol=0)
+        values = inside.sort(-1, descending=True).values[:, :4]
+        torch.testing.assert_close(sample.top[:, 0], values, atol=1e-5, rtol=0)
+        torch.testing.assert_close(inside.gather(1, sample.top[:, 1].long()).where(values > -torch.inf, values), values)
+    assert len(num_candidates) > 4
+
+
 WRONG = {
     "tokens": (10**6,) * 5,
     "logprobs": (math.nan,) * 5,

@@ -146,8 +146,8 @@ class Sample:
     support: SampledSupport | None = field(default=None, compare=False)
     """Candidates of each token; log-probs are under the distribution over them. None without `reports_support`."""
     top: Tensor | None = field(default=None, compare=False)
-    """Likeliest tokens in the place of each token, (tokens, 2, k) float32: token ids, and log-probs under the distribution
-    of `logprobs` in falling order, -inf where it has fewer tokens. None without `Sampling.top_logprobs`."""
+    """Likeliest tokens in the place of each token, (tokens, 2, k) float32: their log-probs, under the distribution of
+    `logprobs` in falling order, and ids; -inf and 0 where there are fewer. None without `Sampling.top_logprobs`."""
     trajectory: Trajectory | None = None
     """The work of an agent on the prompt; the sample itself has no tokens then. None without an agent."""
     images: RowImages = ()  # images of observations, whose placeholders are among the tokens, in their order

@@ -8,11 +8,18 @@ Of the tokens 5, 8 and 3, of which no policy generated the second one, the first
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
+
+Wire = Sequence[str]
+"""Two arrays from the process of an engine to its rank, in base64: int32 sizes and ids of a support, or float32
+log-probs and int32 ids of the likeliest tokens, (tokens, k) each."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +45,15 @@ def join_supports(parts: Sequence[tuple[int, SampledSupport | None]]) -> Sampled
     return SampledSupport(torch.cat(none), torch.cat([support.ids for support in known]))
 
 
+def likeliest(logprobs: Tensor, count: int) -> Tensor:
+    """Returns the likeliest tokens of log-probs (n, vocabulary), (n, 2, count) float32."""
+    values, ids = logprobs.topk(min(count, logprobs.shape[1]))
+    top = torch.stack([values, ids.where(values > -torch.inf, 0).to(values.dtype)], 1)
+    missing = top.new_zeros(len(top), 2, count - values.shape[1])
+    missing[:, 0] = -torch.inf
+    return torch.cat([top, missing], 2)
+
+
 def join_tops(parts: Sequence[tuple[int, Tensor | None]]) -> Tensor | None:
     """Returns the likeliest tokens of parts one after the other, each a number of tokens and what is known of them.
 
@@ -54,3 +70,24 @@ def join_tops(parts: Sequence[tuple[int, Tensor | None]]) -> Tensor | None:
             joined[start : start + count, :, : top.shape[2]] = top
         start += count
     return joined
+
+
+def to_wire(first: np.ndarray, second: np.ndarray) -> Wire:
+    """Returns two arrays in base64."""
+    return [base64.b64encode(np.ascontiguousarray(array).tobytes()).decode() for array in (first, second)]
+
+
+def support_to_wire(candidates: Sequence[Sequence[int]]) -> Wire:
+    """Returns the candidates of each token for the rank."""
+    sizes = np.array([len(of_token) for of_token in candidates], dtype=np.int32)
+    return to_wire(sizes, np.fromiter(chain.from_iterable(candidates), dtype=np.int32, count=int(sizes.sum())))
+
+
+def top_to_wire(entries: Sequence[Sequence[tuple[float, int]]], count: int) -> Wire:
+    """Returns the `count` likeliest tokens of each token, (log-prob, id) in falling order, for the rank."""
+    logprobs = np.full((len(entries), count), -np.inf, dtype=np.float32)
+    ids = np.zeros((len(entries), count), dtype=np.int32)
+    for place, of_token in enumerate(entries):
+        for i, (logprob, token) in enumerate(of_token):
+            logprobs[place, i], ids[place, i] = logprob, token
+    return to_wire(logprobs, ids)

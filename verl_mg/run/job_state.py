@@ -6,7 +6,7 @@
                                                                       `verl_mg.checkpoint.sharded_safetensors`
       batch/state.buffer/lengths, batch/state.buffer/columns/tokens   a batch that the recipe keeps in `job.state`
       batch/ready/...                                                 rows that were generated in advance
-      routed_experts/partial/17, images/KEY                           of samples without a complete group
+      routed_experts/partial/17, top/partial/17, images/KEY           of samples without a complete group
       random/torch, random/cuda, random/megatron/NAME                 generators
       state                                                           `RankState`, all else, as JSON text
 
@@ -46,7 +46,7 @@ from verl_mg.roles.models import Reference, RoleCounters
 from verl_mg.rollout.groups import RolloutState
 from verl_mg.rollout.rollout import LocalRolloutState
 from verl_mg.rows.samples import GeneratedRows
-from verl_mg.run.sample_state import SampleState, experts_of, images_of
+from verl_mg.run.sample_state import REPORTS, SampleState, images_of, reports_of
 
 log = logging.getLogger(__name__)
 
@@ -301,7 +301,7 @@ def _rank_tensors(batches: Mapping[str, Batch], local: LocalRolloutState) -> Ite
         yield from ((_column_key(name, column), batch[column]) for column in batch.names())
     for which, samples in (("completed", local.completed), ("partial", local.partial)):
         for sample in samples.values():
-            yield from ((_routing_key(which, name), experts) for name, experts in experts_of(sample).items())
+            yield from reports_of(which, sample).items()
     images = distinct_images(row for batch in batches.values() for row in batch.images or ())
     for sample in (*local.completed.values(), *local.partial.values()):
         images |= images_of(sample)
@@ -324,13 +324,12 @@ def _load_images(stored: RankFile) -> dict[str, Image]:
 
 def _load_samples(which: str, states: Sequence[SampleState], stored: RankFile, vocab_size: int) -> dict[int, Sample]:
     """Returns samples by id; `which` is "completed" or "partial". ValueError for a token beyond the vocabulary."""
-    prefix = _routing_key(which, "")
-    experts = {key.removeprefix(prefix): stored.tensor(key) for key in stored.keys(prefix)}
+    reports = {key: stored.tensor(key) for name in REPORTS for key in stored.keys(f"{name}/{which}/")}
     images, samples = _load_images(stored), {}
     for state in states:
         if state.highest_token >= vocab_size:
             raise ValueError(f"sample {state.id} contains the token {state.highest_token}, the model has {vocab_size}")
-        samples[state.id] = state.to_sample(experts, images)
+        samples[state.id] = state.to_sample(which, reports, images)
     return samples
 
 
@@ -363,7 +362,3 @@ def _restore_random_numbers(state: RankState, stored: RankFile) -> None:
 
 def _column_key(batch: str, column: str) -> str:
     return f"batch/{batch}/columns/{column}"
-
-
-def _routing_key(which: str, name: str) -> str:
-    return f"routed_experts/{which}/{name}"

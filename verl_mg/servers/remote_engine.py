@@ -163,7 +163,7 @@ class RemoteEngine(RequestTracker):
         self._open.add(rid)
         try:
             response = await self._exchange(fields | {"rid": rid})
-            result = parse_response(response)
+            result = parse_response(response, fields.get("top_logprobs_num", 0))
             if "image_data" in fields and response["meta_info"].get("prompt_tokens", prompt_tokens) != prompt_tokens:
                 result = {"error": "SGLang has put other placeholders in place of the images than their processor"}
             elif not all(span["version"].isdigit() for span in result["spans"]):
