@@ -55,6 +55,10 @@ def test_expected_weight_equals_the_sum_over_the_vocabulary_in_value_and_gradien
     torch.testing.assert_close(gradient, of_oracle, **tolerance)
     assert of_oracle.abs().max() > 0.02
     torch.testing.assert_close(metrics["centering_mass"], torch.where(is_head, sampler, 0.0).sum(1))
+    before = o.clone().requires_grad_()
+    (of_drift,) = torch.autograd.grad((known * weights * before.log_softmax(1)).sum(), before)
+    torch.testing.assert_close(metrics["centering_drift"], of_drift.abs().sum(1), **tolerance)
+    assert weighs or torch.allclose(of_drift, known - old)
 
 
 def test_centred_surrogates_have_the_mean_gradient_zero_at_a_constant_advantage():

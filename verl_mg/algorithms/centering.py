@@ -53,8 +53,9 @@ def expected_weight(
 ) -> tuple[Tensor, Metrics]:
     """Returns (tokens,) E[w r] of the module, with its gradient, and metrics.
 
-    `centering_mass` is the probability that the sampler gives to the head. `centering_drift` is the sum over the head
-    of the size of c_v - c_0 o_v, the coefficients of the drift: 0 where it samples as the policy before the update.
+    `centering_mass` is the probability that the sampler gives to the head. `centering_drift` is the size of the drift:
+    the sum over the vocabulary of the absolute gradients by logits before the first step. Without weights it is twice
+    the total variation distance of sampler and policy, as far as the sampler is known; 0 where they are equal.
 
     Args:
         logprobs: (tokens, k) nats, of the head under the policy in training; only they have a gradient.
@@ -68,6 +69,9 @@ def expected_weight(
     ratios = torch.exp(kl.bounded(logprobs - old))
     probabilities = masked(known, logprobs.exp())
     expected = (head * ratios).sum(-1) + tail * (1 - probabilities.sum(-1))
-    drift = head - tail[:, None] * masked(known, old.exp())
-    mass = masked(known, sampler_logprobs.exp()).sum(-1)
-    return expected, {"centering_mass": mass, "centering_drift": drift.abs().sum(-1)}
+    o = masked(known, old.exp())
+    of_logprobs = head - tail[:, None] * o
+    total = of_logprobs.sum(-1)
+    of_others = total.abs() * (1 - o.sum(-1)).clamp(min=0)
+    drift = (of_logprobs - total[:, None] * o).abs().sum(-1) + of_others
+    return expected, {"centering_mass": masked(known, sampler_logprobs.exp()).sum(-1), "centering_drift": drift}
