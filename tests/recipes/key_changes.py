@@ -57,6 +57,7 @@ CHANGES = {
     ),
     "off_policy.rejection": Change(("{token-k2: 1e-30}",), (COMPARED,)),
     "off_policy.opsm_delta": Change(("1e-9",)),
+    "off_policy.score_centering": Change(("3",), (COMPARED,)),
     "num_minibatches": Change(("4",)),
     "num_epochs": Change(("3",)),
     "old_logprobs": Change(("rollout", "recompute")),
