@@ -21,6 +21,7 @@ from verl_mg.job.engine_checks import MODEL_REFUSALS, ModelCase, check_engines
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.hf_config import parse_config
 from verl_mg.recipes.common.kl import KLConfig
+from verl_mg.recipes.gkd import Config as GkdConfig
 from verl_mg.reshard.encode import check_engine_blocks
 from verl_mg.reshard.encoding import encoding_of
 from verl_mg.sharding.traced_table import TracedTable
@@ -64,6 +65,10 @@ WITHOUT_MODEL = [
     ({"engine": "hf", "delta": True}, {}, "rollout.delta=true: only SGLang can receive changes instead of all weights"),
     ({"delta": True, **URLS}, {}, "rollout.delta=true: servers receive only shards or files so, and rollout.weight_tr"),
     ({"delta": True}, {}, "rollout.delta=true: engines that sleep lose the weights that changes refer to."),
+    *(({"top_p": 0.9}, {"algorithm": RecipeConfig(), "teachers": {"a": teacher}}, "algorithm.support=sampled: teachers.a."
+       f"{key} scores tokens of the whole vocabulary. Write algorithm.support=policy or full.")
+      for key, teacher in (("url", {"url": "http://a:1"}), ("tokenizer", {"path": "a", "tokenizer": "b"}))),
+    ({"top_k": 9}, {"algorithm": GkdConfig(support="policy")}, "algorithm.support=policy: algorithm.divergence comp"),
     ({"adapters": True}, {}, "rollout.adapters=true: the actor has none. Set actor.lora, or leave it out."),
     ({"adapters": True, "engine": "hf"}, {"lora": {}}, "rollout.adapters=true: the engine hf has merged weights. Wri"),
     ({"adapters": True, **URLS}, {"lora": {}}, "rollout.adapters=true: servers outside the job receive merged weights"),
@@ -317,6 +322,8 @@ WITHOUT_EFFECT = [
     (["actor.guard.action=rollback"], ["actor.guard.max_kl=0.1"], "no divergence is too large."),
     (["fsdp.replicas=2"], ["actor.backend=fsdp"], "no role has this backend. Set actor.backend=fsdp"),
     (["actor.backend=fsdp", "megatron.ddp={a: 1}"], ["actor.backend=megatron"], "no role has this backend."),
+    (["algorithm.support=full"], ["rollout.top_k=3"], "every token can be drawn. Set rollout.top_p, top_k or min_p"),
+    (["rollout.top_p=0.5", "algorithm.support=policy"], None, "no other model scores the tokens of the policy."),
     (
         [f"algorithm.kl.{option}" for option in PENALTY],
         ["algorithm.kl.coefficient=1"],

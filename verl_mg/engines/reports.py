@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from verl_mg.engines.engine import Finish, Request, Sample, Sampling
-from verl_mg.engines.sampled_support import SampledSupport, Wire
+from verl_mg.engines.sampled_support import SampledSupport, Wire, widened
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig
 
@@ -103,14 +103,17 @@ class ReportRules:
 
     def read_top(self, sample: int, wire: Wire | None, num_tokens: int, count: int) -> Tensor:
         """Returns the likeliest tokens in the place of each token, (num_tokens, 2, count) float32."""
+        reported = min(count, self.vocab)
         if wire is None and num_tokens:
             raise self._error(sample, "has no likeliest tokens", OTHER_VERSION)
         texts = [base64.b64decode(text) for text in wire or ("", "")]
         logprobs, ids = np.frombuffer(texts[0], dtype=np.float32), np.frombuffer(texts[1], dtype=np.int32)
-        if not len(logprobs) == len(ids) == num_tokens * count:
-            what = f"has {len(logprobs)} log-probs and {len(ids)} ids as the {count} likeliest of {num_tokens} tokens"
+        if not len(logprobs) == len(ids) == num_tokens * reported:
+            what = (
+                f"has {len(logprobs)} log-probs and {len(ids)} ids as the {reported} likeliest of {num_tokens} tokens"
+            )
             raise self._error(sample, what, OTHER_VERSION)
-        values = logprobs.reshape(num_tokens, count)
+        values = logprobs.reshape(num_tokens, reported)
         # No number is below or above NaN: comparisons are such that it fails each of them.
         if not ((values[:, 1:] <= values[:, :-1]).all() and (np.exp(values).sum(1) <= 1 + LARGEST_LOGPROB).all()):
             raise self._error(
@@ -119,7 +122,7 @@ class ReportRules:
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab:
             what = f"has the likeliest tokens {ids.min()} to {ids.max()}, and the vocabulary has {self.vocab} tokens"
             raise self._error(sample, what, OTHER_MODEL)
-        return torch.from_numpy(np.stack([values, ids.reshape(values.shape).astype(np.float32)], 1))
+        return widened(torch.from_numpy(np.stack([values, ids.reshape(values.shape).astype(np.float32)], 1)), count)
 
     def check_counts(self, counts: Mapping[str, int]) -> Mapping[str, int]:
         """Returns the counters of a report if they are valid."""

@@ -159,6 +159,7 @@ class RequestTracker(RolloutEngine):
             "routed_experts": self._limits.reports.experts is not None,
             # Whether the sample contains the candidates of each token.
             "returns_support": sampling.reports_support,
+            "top_logprobs": min(sampling.top_logprobs, self._limits.reports.vocab),
             "vocab": self._limits.reports.vocab,
             "images": [base64.b64encode(image.data).decode() for image in request.context_images],
         }

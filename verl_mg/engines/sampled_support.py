@@ -48,8 +48,12 @@ def join_supports(parts: Sequence[tuple[int, SampledSupport | None]]) -> Sampled
 def likeliest(logprobs: Tensor, count: int) -> Tensor:
     """Returns the likeliest tokens of log-probs (n, vocabulary), (n, 2, count) float32."""
     values, ids = logprobs.topk(min(count, logprobs.shape[1]))
-    top = torch.stack([values, ids.where(values > -torch.inf, 0).to(values.dtype)], 1)
-    missing = top.new_zeros(len(top), 2, count - values.shape[1])
+    return widened(torch.stack([values, ids.where(values > -torch.inf, 0).to(values.dtype)], 1), count)
+
+
+def widened(top: Tensor, count: int) -> Tensor:
+    """Returns likeliest tokens (n, 2, k) as (n, 2, count), of which the last ones are missing."""
+    missing = top.new_zeros(len(top), 2, count - top.shape[2])
     missing[:, 0] = -torch.inf
     return torch.cat([top, missing], 2)
 
@@ -62,14 +66,8 @@ def join_tops(parts: Sequence[tuple[int, Tensor | None]]) -> Tensor | None:
     known = [top for _, top in parts if top is not None]
     if not known:
         return None
-    joined = torch.zeros(sum(count for count, _ in parts), 2, max(top.shape[2] for top in known))
-    joined[:, 0] = -torch.inf
-    start = 0
-    for count, top in parts:
-        if top is not None:
-            joined[start : start + count, :, : top.shape[2]] = top
-        start += count
-    return joined
+    count = max(top.shape[2] for top in known)
+    return torch.cat([widened(torch.zeros(n, 2, 0) if top is None else top, count) for n, top in parts])
 
 
 def to_wire(first: np.ndarray, second: np.ndarray) -> Wire:

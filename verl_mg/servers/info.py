@@ -82,6 +82,8 @@ class ServerInfo:
     reads_text: bool = True  # whether it has a tokenizer
     bootstrap_port: int = 0  # port at which decode servers find this one, if it does prefill
     expert_runner: str = "auto"  # its runner of experts; "auto": the layers choose one that reads them in order
+    max_candidates: int = 0  # largest number of candidates of a token that it reports
+    draft: str | None = None  # its way of speculative decoding
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class ServerRequirements:
     wire: Wire = "cast"  # form in which the job sends weights
     role: Role = "null"  # its part in a pair of servers; null: it does prefill and decoding
     in_flight: bool = False  # whether weights must reach it with requests in flight
+    candidates: int = 0  # number of candidates that a token may have, all of which samples must contain; 0: of none
 
 
 def probe_server(url: str, requirements: ServerRequirements, keys: ServerKeys) -> ServerInfo:
@@ -144,6 +147,8 @@ async def describe(client: JsonSession, known: ServerInfo | None = None, wire: W
             reads_text=not server["skip_tokenizer_init"],
             bootstrap_port=server["disaggregation_bootstrap_port"],
             expert_runner=server["moe_runner_backend"],
+            max_candidates=server["sampling_mask_max_tokens"],
+            draft=server["speculative_algorithm"],
         )
     except RefusedError as error:
         if error.status >= 500:  # it is starting
@@ -178,6 +183,13 @@ def _problems(info: ServerInfo, needs: ServerRequirements) -> Iterator[str]:
     if needs.role != "null" and (needs.routed or needs.in_flight):
         key = "rollout.replay_routing=true" if needs.routed else "rollout.mode=async"
         yield f"pairs of servers for prefill and decoding do not support {key}. Leave it out."
+    if needs.candidates and (needs.role != "null" or info.draft):
+        what = f"--speculative-algorithm {info.draft}" if info.draft else "pairs of servers for prefill and decoding"
+        yield f"the candidates of draws are not known with {what}. Set algorithm.support=full."
+    if needs.candidates > info.max_candidates:
+        wrong = f"reports {info.max_candidates} candidates of a token at most, and {needs.candidates} are possible"
+        fix = f"--sampling-mask-max-tokens {needs.candidates}, or lower rollout.top_k, or set algorithm.support=full."
+        yield f"{wrong}. Start the server with {fix}"
     length = min(needs.max_tokens, model.max_positions)
     if info.context < length:
         fix = f"--context-length {length}, or lower data.max_prompt_tokens or rollout.max_new_tokens."
