@@ -90,8 +90,8 @@ def add_off_policy_weights(
 ) -> None:
     """Sets the token columns COLUMNS, `correction_below` and `correction_above` only with a weight, if enabled.
 
-    With score centering also `centering` and `old_top`, for which the log-probs before the update, `old_outputs` or
-    else `old_logprobs`, have those of the engine's likeliest tokens as their last numbers.
+    With score centering also `centering` and `old_top`: the last numbers of `old_outputs`, or else `old_logprobs`, are
+    log-probs of the engine's likeliest tokens.
 
     Args:
         batch: columns `old_logprobs`, `rollout_logprobs` and `loss_mask`; a sequence is a whole trajectory.

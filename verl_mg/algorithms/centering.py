@@ -34,7 +34,7 @@ TAIL = 1e-6
 def sampler_probabilities(sampler_logprobs: Tensor, old_logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (tokens, 1 + k) rho and the probabilities q of the head, and the log-ratios of o to q, nats.
 
-    Entries that the head lacks have the probability and the log-ratio 0.
+    Missing entries of the head have the probability and the log-ratio 0.
 
     Args:
         sampler_logprobs: (tokens, k) log-probs of the head under the sampler, -inf where it has fewer tokens.
