@@ -138,14 +138,19 @@ def test_samples_have_the_candidates_of_each_token_and_the_logprobs_over_them(en
             asked |= {request.id: (request, sampling) for request in new}
             engine.submit(new, sampling)
     num_candidates: set[int] = set()
+    drawn: dict[tuple[Sampling, int], set[tuple[int, ...]]] = {}
     for sample in all_of(engine, len(asked)):
         request, sampling = asked[sample.id]
+        plain = replace(sampling, returns_support=False, top_logprobs=0)
+        drawn.setdefault((plain, request.seed), set()).add(sample.tokens)
         if sampling.returns_support:
             num_candidates |= check_candidates(engine, wholes[0], request, sampling, sample)
         else:
             assert sample.support is None and sample.top is None
     assert len(num_candidates) > 4
-    sampling = Sampling(max_new_tokens=LENGTH, top_p=0.9, **REPORTS)
+    if not isinstance(engine, ProcessEngine) or engine._limits.seeded:
+        assert len(drawn) == 15 and {len(tokens) for tokens in drawn.values()} == {1}  # reports change no draw
+    sampling = Sampling(max_new_tokens=LENGTH // 2, top_p=0.9, **REPORTS)
     cut = cut_short(engine, requests(3), sampling)
     again = [replace(request, partial=part) for request, part in zip(requests(3), cut, strict=True)]
     for request, sample in zip(again, engine.generate(again, sampling), strict=True):

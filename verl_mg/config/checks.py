@@ -123,6 +123,12 @@ class JobCase:
         return next((f"{key}.{'url' if t.url else 'tokenizer'}" for key, t in keys.items() if t.url or t.tokenizer), "")
 
     @property
+    def drafts(self) -> str:
+        """Key by which engines decode speculatively; "" where they do not."""
+        names = (name for name in ("speculative_algorithm", "speculative_config") if self.extra.get(name))
+        return next((f"rollout.{self.rollout.engine}.{name}" for name in names), "")
+
+    @property
     def has_draft(self) -> bool:
         """Whether an engine of the job has a draft model that is a layer of the actor."""
         return self.engine_ranks > 0 and self.engine.has_draft(self.extra)
@@ -201,6 +207,9 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
          "{value} scores tokens of the whole vocabulary. Write algorithm.support=policy or full."),
         (lambda c: c.support == "policy" and hasattr(c.config.algorithm, "divergence"),
          "algorithm.divergence compares distributions over the same tokens. Write algorithm.support=sampled or full."),
+        (lambda c: c.support != "full" and c.drafts,
+         "with {value} engines do not report the candidates of drafted tokens. Leave it out, or write "
+         "algorithm.support=full."),
     ),
     *under(
         "rollout.adapters=true", lambda c: c.rollout.adapters,

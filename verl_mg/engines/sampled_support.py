@@ -1,4 +1,4 @@
-"""What engines report of the distribution that a token was drawn from: its candidates, and its likeliest tokens.
+"""Reports of engines about the distribution that a token was drawn from: its candidates, and its likeliest tokens.
 
 Of the tokens 5, 8 and 3, of which no policy generated the second one, the first had the candidates 5 and 9:
 

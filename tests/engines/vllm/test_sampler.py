@@ -63,7 +63,7 @@ def candidates_of(scores: torch.Tensor, cut: dict[str, Any]) -> torch.Tensor:
 @needs_vllm
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed; run tools/test.sh")
 @pytest.mark.parametrize("runner", ["first", "second"])
-def test_sampler_returns_the_distribution_that_is_asked_for(sampled, runner):
+def test_sampler_returns_the_distribution_that_the_request_wants(sampled, runner):
     num_asked = 0
     for (name, candidates), step in zip(ORDER, sampled[runner], strict=True):
         requests = zip(TEMPERATURES[name], CANDIDATES[candidates], strict=True)

@@ -292,11 +292,11 @@ def _pairs(entries: Sequence[Sequence[Any]]) -> list[tuple[float, int]]:
 
 
 def _under_support(
-    entries: list[tuple[float, int]], candidates: Sequence[int], full: float, own: float
+    entries: list[tuple[float, int]], candidates: Sequence[int], full: float, inside: float
 ) -> list[tuple[float, int]]:
-    """Returns the candidates among the likeliest tokens, by the log-probs of the drawn one in both distributions."""
+    """Returns the candidates among the likeliest tokens, by the log-probs of the drawn token in both distributions."""
     kept = set(candidates)
-    return [(logprob - full + own, token) for logprob, token in entries if token in kept]
+    return [(logprob - full + inside, token) for logprob, token in entries if token in kept]
 
 
 def load_counts(loads: Sequence[Mapping[str, Any]]) -> dict[str, int]:

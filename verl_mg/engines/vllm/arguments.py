@@ -56,7 +56,7 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
         # Requests and samples are token ids; text is involved only in stop strings.
         "skip_tokenizer_init": not options.reads_text,
         "generation_config": "vllm",  # nothing from the model's generation_config.json
-        # After temperature; the worker extension returns them before top-k and top-p, unless candidates are asked for.
+        # After temperature; the worker extension returns them before top-k and top-p, unless candidates are wanted.
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,  # no limit of the number of likeliest tokens
         "disable_log_stats": True,  # of vLLM's own loggers; `StepStatistics` is another one

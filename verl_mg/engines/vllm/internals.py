@@ -250,7 +250,7 @@ class RoutingRecorder:
 
 
 class _Draw(NamedTuple):
-    """A draw for a request that asks for the candidates."""
+    """A draw for a request that wants the candidates."""
 
     row: int  # its row in the batch
     rid: str
@@ -261,7 +261,7 @@ class _Draw(NamedTuple):
 class DrawRecorder:
     """Has a runner return log-probabilities after temperature, 1 for greedy ones, and before min-p, top-k and top-p.
 
-    For requests that ask for the candidates of their tokens they are after all of these, and the candidates recorded:
+    For requests that want the candidates of their tokens they are after all of these, and the candidates recorded:
 
     draw of a step: _rows_of_first, _rows_of_second  -->  _record  -->  candidates by request and token  --> take
     """
@@ -269,7 +269,7 @@ class DrawRecorder:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._recorded: dict[str, dict[int, Tensor]] = {}
-        self._asking: dict[int, Sequence[int]] = {}  # tokens that are excluded, by slot of the second runner
+        self._wanting: dict[int, Sequence[int]] = {}  # tokens that are excluded, by slot of the second runner
         # vLLM's processed log-probs are renormalized over the candidates, its raw ones ignore the temperature. Its two
         # model runners have different samplers: one returns log-probabilities, the other logits.
         sampler, full = runner.sampler, _FullDistribution()
@@ -281,16 +281,16 @@ class DrawRecorder:
             return
         # GPU: the sampler of vLLM's second model runner, and with speculative decoding one that verifies drafts with
         # it, which records no candidates.
-        # GPU-TEST: tests/engines/vllm/test_sampler.py::test_sampler_returns_the_distribution_that_is_asked_for
+        # GPU-TEST: tests/engines/vllm/test_sampler.py::test_sampler_returns_the_distribution_that_the_request_wants
         # GPU-RAN: not yet
         states, verifier, add = sampler.sampling_states, runner.rejection_sampler, sampler.add_request
         library().replace(states, apply_temperature=full.kept_after(states.apply_temperature, torch.clone))
         draw = full.returned_by(sampler._sample_random, 1, self._rows_of_second, self._record)
 
         def add_request(slot: int, parameters: Any) -> None:
-            self._asking.pop(slot, None)
-            if _asks(parameters):
-                self._asking[slot] = tuple(parameters.logit_bias or ())
+            self._wanting.pop(slot, None)
+            if _wants_candidates(parameters):
+                self._wanting[slot] = tuple(parameters.logit_bias or ())
             add(slot, parameters)
 
         library().replace(sampler, _sample_random=draw, add_request=add_request)
@@ -310,18 +310,20 @@ class DrawRecorder:
         for row, rid in enumerate(batch.req_ids):
             parameters = runner.requests[rid].sampling_params
             # What is drawn in front of the last token of a context is dropped.
-            if _asks(parameters) and not runner.discard_request_mask.np[row]:
+            if _wants_candidates(parameters) and not runner.discard_request_mask.np[row]:
                 number = int(runner.optimistic_seq_lens_cpu[row]) - int(batch.num_prompt_tokens[row])
                 draws.append(_Draw(row, rid, number, tuple(parameters.logit_bias or ())))
         return draws
 
     def _rows_of_second(self, logits: Tensor, mapping: Tensor, slots: Any, places: Tensor, *_: Any) -> Sequence[_Draw]:
-        rows = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._asking]
+        rows = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._wanting]
         if not rows:  # the next line waits for the device
             return ()
         states, lengths = self._runner.req_states, (places + 1).tolist()
         return [
-            _Draw(row, states.index_to_req_id[slot], lengths[row] - int(states.prompt_len.np[slot]), self._asking[slot])
+            _Draw(
+                row, states.index_to_req_id[slot], lengths[row] - int(states.prompt_len.np[slot]), self._wanting[slot]
+            )
             for row, slot in rows
             if lengths[row] >= states.prefill_len.np[slot]
         ]
@@ -337,7 +339,7 @@ class DrawRecorder:
             self._recorded.setdefault(rid, {})[draw.number] = of_token
 
 
-def _asks(parameters: Any) -> bool:
+def _wants_candidates(parameters: Any) -> bool:
     return bool((parameters.extra_args or {}).get(SUPPORT))
 
 
@@ -365,18 +367,18 @@ class _FullDistribution:
         self,
         draw: Callable[..., tuple[Any, ...]],
         place: int,
-        asking: Callable[..., Sequence[_Draw]],
+        wanted: Callable[..., Sequence[_Draw]],
         record: Callable[[Sequence[_Draw], Tensor], None],
     ) -> Callable[..., tuple[Any, ...]]:
         """Returns `draw`, which draws tokens, with what was kept at this place of its result.
 
-        The rows of draws that are `asking` stay as they are, and are given to `record`.
+        The rows of `wanted` draws stay as they are, and are given to `record`.
         """
 
         def draw_with_full(*arguments: Any) -> tuple[Any, ...]:
             result = draw(*arguments)
             kept, self._values = self._values, None
-            draws = asking(*arguments)
+            draws = wanted(*arguments)
             if draws:
                 record(draws, result[place])
             # The second model runner scales and cuts nothing where all requests are greedy or have temperature 1 and
@@ -384,7 +386,7 @@ class _FullDistribution:
             if kept is None:
                 return result
             if draws:
-                rows = [one.row for one in draws]
+                rows = [each.row for each in draws]
                 kept[rows] = result[place][rows]
             return (*result[:place], kept, *result[place + 1 :])
 
