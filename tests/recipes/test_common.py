@@ -196,12 +196,18 @@ CENTRED = [name for name, recipe in POLICY_RECIPES.items() if "off_policy" in re
 def test_score_centering_of_every_recipe_leaves_no_gradient_of_a_constant_advantage(name):
     # Before the first step, over all that the sampler may draw: only differences of advantages teach anything.
     recipe = POLICY_RECIPES[name]
-    for options in ({}, {"weight": "token", "high": 1.1}, {"weight": "geometric", "low": 0.6, "high": 1.5},
-                    {"weight": "sequence", "high": 1.1, "normalize": True}, {"rejection": {"token-k2": 0.05}}):  # fmt: skip
+    compared = {"old_logprobs": "recompute"} if "old_logprobs" in recipe.Config.model_fields else {}
+    for options in (
+        {},
+        {"weight": "token", "high": 1.1},
+        {"weight": "geometric", "low": 0.6, "high": 1.5},
+        {"weight": "sequence", "high": 1.1, "normalize": True},
+        {"rejection": {"token-k2": 0.05}},
+    ):
         inputs, logits, centred = drawn_tokens(5, **options)
         norms = []
         for off_policy in (centred, OffPolicyConfig.model_validate(options)):
-            loss, metrics = recipe.policy_loss(inputs, recipe.Config(off_policy=off_policy))
+            loss, metrics = recipe.policy_loss(inputs, recipe.Config(off_policy=off_policy, **compared))
             assert (metrics.keys() >= {"centering_mass", "centering_drift"}) == (off_policy is centred)
             total = (loss * inputs["rollout_logprobs"].exp()).sum()
             norms.append(torch.autograd.grad(total, logits, retain_graph=True)[0].norm().item())
