@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from verl_mg.data import Prompt
 from verl_mg.engines.engine import Sample
-from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, Segment, Trajectory
+from verl_mg.engines.trajectory import MAX_SAMPLES, MAX_SEGMENTS, NOT_GENERATED, Segment, Trajectory
 from verl_mg.rows.samples import samples_to_batch
 
 VERSION = 7
@@ -14,7 +14,7 @@ tokens = st.lists(st.tuples(st.integers(0, 50), st.integers(NOT_GENERATED, 6)), 
 
 
 @st.composite
-def segments(draw):
+def segments(draw, agents=("",)):
     parts = []
     for number, entries in enumerate(draw(st.lists(tokens, max_size=4))):
         versions = tuple(version for _, version in entries)
@@ -29,6 +29,7 @@ def segments(draw):
                 prefix,
                 0 if prefix is None else draw(st.integers(0, len(entries))),
                 torch.full((len(entries) - 1, 2, 1), number, dtype=torch.int16),
+                agent=draw(st.sampled_from(agents)),
             )
         )
     return tuple(parts)
@@ -72,6 +73,27 @@ def test_samples_to_batch_of_trajectories_has_a_row_for_each_segment(drawn):
         values = batch[name] if batch.kind(name).name == "SEQUENCE" else None
         found = [batch.row(name, row) if values is None else values[row] for row in range(len(batch))]
         assert [value.tolist() for value in found] == [row[name] for row in expected], name
+
+
+@given(st.lists(segments(("solver", "critic")), min_size=1, max_size=4))
+def test_samples_to_batch_of_agents_with_names_has_a_trajectory_for_each_that_trains(drawn):
+    prompts = [Prompt(n, (9,), "", None, {}) for n in range(len(drawn))]
+    samples = [Sample(n, (), (), (), "stop", trajectory=Trajectory(parts, (), None)) for n, parts in enumerate(drawn)]
+    batch = samples_to_batch(prompts, samples, VERSION, (2, 1), ("critic", "solver"))
+    columns = ("agent", "trajectory", "sample_id", "prefix_of", "prefix_length")
+    rows = list(zip(*(batch[name].tolist() for name in columns), strict=True))
+    expected = []
+    for sample, parts in enumerate(drawn):
+        trains = {part.agent for part in parts if max(part.policy_versions) >= 0} or {"solver", "critic"}
+        ids = {number: sample * MAX_SEGMENTS + number for number, part in enumerate(parts) if part.agent in trains}
+        for number, i in ids.items():
+            part = parts[number]
+            agent = 1 if part.agent == "solver" else 0
+            prefix = (ids[part.prefix_of], part.prefix_length) if part.prefix_of in ids else (i, 0)
+            expected.append((agent, agent * MAX_SAMPLES + sample, i, *prefix))
+        if not parts:
+            expected.append((0, sample, sample * MAX_SEGMENTS, sample * MAX_SEGMENTS, 0))
+    assert rows == expected
 
 
 def test_samples_to_batch_without_agents_has_a_trajectory_for_each_row():

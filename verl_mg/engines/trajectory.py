@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +15,15 @@ NOT_GENERATED = -1  # policy version of tokens that no policy generated, such as
 
 # Largest number of segments of a trajectory: rows of a batch have ids `sample * MAX_SEGMENTS + segment`.
 MAX_SEGMENTS = 1024
+# Above the numbers of all samples. Of agents with names, numbered from 0, rows have trajectory and group ids
+# `agent * MAX_SAMPLES + sample`, which are those of rows without names for the first agent.
+MAX_SAMPLES = 2**40
+Ids = TypeVar("Ids", int, Tensor)
+
+
+def without_agent(ids: Ids) -> Ids:
+    """Returns trajectory ids as ids of episodes, which all agents share, or group ids as ids of the prompts' groups."""
+    return ids % MAX_SAMPLES
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,8 @@ class Segment:
     routed_experts: Tensor | None = field(default=None, compare=False)
     """Experts of the tokens, as in `Sample`: int16, (tokens fed to the model, layers, top_k)."""
     images: RowImages = ()  # images whose placeholders the tokens have, in their order
+    agent: str = ""
+    """Name of the agent whose replies these are, one of `rollout.agent_names`; "" where agents have no names."""
 
 
 @dataclass(frozen=True)

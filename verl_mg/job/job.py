@@ -361,7 +361,8 @@ class RunningJob:
 
     def evaluate_sets(self) -> list[SetResults]:
         """Evaluates the policy on the sets of `data.test`; all ranks call it together and have all results."""
-        return evaluate(self.rollout, self.reward, self.test_prompts or (), self._sets)
+        names = self.config.rollout.agent_names
+        return evaluate(self.rollout, self.reward, self.test_prompts or (), self._sets, names)
 
     # -- building
 
@@ -431,7 +432,8 @@ class RunningJob:
             for name, source in sources.items()
             if source.reward
         }
-        return RewardRole(scorer, self.sample_texts, self.context, records, model, has_agents, of_sources)
+        names = self.config.rollout.agent_names
+        return RewardRole(scorer, self.sample_texts, self.context, records, model, has_agents, of_sources, names)
 
     def _build_rollout(self, records: list[RolloutRecord], learns: bool) -> Rollout:
         config, model = self.config.rollout, self._model
@@ -473,6 +475,7 @@ class RunningJob:
             records=records,
             reward=self._reward,
             routed_shape=routed,
+            agent_names=config.agent_names,
             check=self._check,
         )
         if config.mode == "async":

@@ -7,7 +7,7 @@ checkpoints.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,14 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_to_all_json
 from verl_mg.engines.engine import Sample
-from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, ConversationTurn, Segment, Trajectory
+from verl_mg.engines.trajectory import (
+    MAX_SAMPLES,
+    MAX_SEGMENTS,
+    NOT_GENERATED,
+    ConversationTurn,
+    Segment,
+    Trajectory,
+)
 from verl_mg.rewards import Reward
 from verl_mg.training.microbatch import TEACHER_HIDDEN, TEACHER_TOP
 
@@ -48,6 +55,7 @@ def samples_to_batch(
     samples: Sequence[Sample],
     policy_version: int,
     routed_shape: tuple[int, int] | None = None,
+    agent_names: Sequence[str] = (),
 ) -> Batch:
     """Returns rows of context and response, without the columns `group` and `generated_by`.
 
@@ -61,6 +69,10 @@ def samples_to_batch(
     sample ids 5120 and 5121, trajectory 5, prefix_of 5120 and prefix_length 0 and 3. These two columns exist only where
     samples have trajectories: then all of them have one.
 
+    With `agent_names` the rows of an agent are a trajectory: if in the example the second segment is of the second
+    agent, the column `agent` is 0 and 1, and `trajectory` 5 and MAX_SAMPLES + 5. An agent without trained turns has no
+    rows if another one has some.
+
     `policy_version` is for rows without generated tokens. `routed_shape` is (layers, experts per token); with it all
     ranks have the column `routed_experts`, also where their samples report none.
     """
@@ -72,6 +84,11 @@ def samples_to_batch(
     batch["prompt_length"] = torch.tensor([row.prompt_length for row in rows], dtype=torch.int64)
     batch["prompt_id"] = torch.tensor([prompt.id for prompt in prompts], dtype=torch.int64)[sample_of_row]
     batch["trajectory"] = torch.tensor([sample.id for sample in samples], dtype=torch.int64)[sample_of_row]
+    if agent_names:
+        numbers = {name: number for number, name in enumerate(agent_names)}
+        # A sample whose agents have requested nothing has one row, of the first.
+        batch.put("agent", torch.tensor([numbers.get(part.agent, 0) for part in parts]).long(), ColumnKind.SEQUENCE)
+        batch["trajectory"] += MAX_SAMPLES * batch["agent"]
     batch["sample_id"] = torch.tensor([row.id for row in rows], dtype=torch.int64)
     oldest = [min((v for v in part.policy_versions if v != NOT_GENERATED), default=policy_version) for part in parts]
     batch["policy_version"] = torch.tensor(oldest, dtype=torch.int64)
@@ -96,10 +113,10 @@ def samples_to_batch(
     return batch
 
 
-def row_id(trajectory: int, segment: int) -> int:
-    """Returns the sample id of an agent's row, which is unique over all segments of all trajectories."""
-    assert segment < MAX_SEGMENTS, f"sample {trajectory}: engines must not begin segment {segment}"
-    return trajectory * MAX_SEGMENTS + segment
+def row_id(sample: int, segment: int) -> int:
+    """Returns the sample id of an agent's row, which is unique over all segments of all samples."""
+    assert segment < MAX_SEGMENTS, f"sample {sample}: engines must not begin segment {segment}"
+    return sample * MAX_SEGMENTS + segment
 
 
 def _rows_of(number: int, prompt: Prompt, sample: Sample) -> Iterator[_Row]:
@@ -113,7 +130,12 @@ def _rows_of(number: int, prompt: Prompt, sample: Sample) -> Iterator[_Row]:
         whole = Segment(tokens, *reported, routed_experts=sample.routed_experts, images=images)
         yield _Row(number, row, whole, len(prompt.tokens), row)
         return
-    for i, part in enumerate(trajectory.segments):
+    # Rows without a token to train would only cost time; the conversation has what others have written.
+    acting = {part.agent for part in trajectory.segments if _num_trained(part)}
+    chosen = {i: part for i, part in enumerate(trajectory.segments) if part.agent in acting or not acting}
+    for i, part in chosen.items():
+        if part.prefix_of not in chosen:
+            part = replace(part, prefix_of=None, prefix_length=0)
         row, other = row_id(sample.id, i), i if part.prefix_of is None else part.prefix_of
         generated = (place for place, version in enumerate(part.policy_versions) if version != NOT_GENERATED)
         whole = replace(part, truncated=truncated or part.truncated)
@@ -135,13 +157,14 @@ def conversation_of(trajectory: Trajectory) -> Conversation:
         "segments": [
             {
                 "tokens": len(segment.tokens),
-                "trained": sum(version != NOT_GENERATED for version in segment.policy_versions),
+                "trained": _num_trained(segment),
                 "prefix_of": segment.prefix_of,
                 "prefix_length": segment.prefix_length,
             }
+            | ({"agent": segment.agent} if segment.agent else {})
             for segment in trajectory.segments
         ],
-        "reward": vars(trajectory.reward) if trajectory.reward else None,
+        "reward": asdict(trajectory.reward) if trajectory.reward else None,
         "log": trajectory.log,
         "error": trajectory.error,
     }
@@ -156,7 +179,11 @@ def trajectory_of(segments: Sequence[Segment], conversation: Conversation) -> Tr
 
 def agent_reward(conversation: Conversation) -> Reward | None:
     """Returns the reward that the agent returned, if it did."""
-    return Reward(**conversation["reward"]) if conversation["reward"] else None
+    if not conversation["reward"]:
+        return None
+    reward: dict[str, Any] = conversation["reward"]
+    agents = {name: Reward(**of_agent) for name, of_agent in reward.get("agents", {}).items()}
+    return Reward(**reward | {"agents": agents})
 
 
 def final_turn(conversation: Conversation) -> ConversationTurn | None:
@@ -167,10 +194,21 @@ def final_turn(conversation: Conversation) -> ConversationTurn | None:
     return ConversationTurn(**chosen[-1]) if chosen else None
 
 
+def final_turns(conversation: Conversation) -> dict[str, ConversationTurn]:
+    """Returns the last trained turn of each agent with a name."""
+    agents = [segment.get("agent") for segment in conversation["segments"]]
+    turns = (ConversationTurn(**turn) for turn in conversation["turns"] if turn["trained"])
+    return {name: turn for turn in turns if (name := agents[turn.segment])}
+
+
+def _num_trained(segment: Segment) -> int:
+    return sum(version != NOT_GENERATED for version in segment.policy_versions)
+
+
 def exchange_conversations(texts: Mapping[int, str], by_rank: Sequence[Sequence[int]]) -> dict[int, str]:
     """Sends conversations to the ranks that have got the rows; all ranks call it together.
 
-    `texts` are of this rank, by trajectory; `by_rank` has the trajectories whose rows each rank has got.
+    `texts` are of this rank, by episode; `by_rank` has the episodes of which each rank has got rows.
     """
     outgoing = [{i: texts[i] for i in wanted if i in texts} for wanted in by_rank]
     return {int(i): text for received in all_to_all_json(outgoing) for i, text in received.items()}
@@ -182,7 +220,7 @@ class GeneratedRows:
 
     batch: Batch
     conversations: Mapping[int, str] = field(default_factory=dict)
-    """Conversation of each trajectory of an agent as JSON, by trajectory."""
+    """Conversation of each episode, a trajectory or those of its agents, as JSON by `without_agent(trajectory)`."""
 
 
 @dataclass(frozen=True)
