@@ -125,9 +125,7 @@ class Conversation:
         self.history = ConversationHistory(self.renderer)
         self.agents: list[str] = []  # of the entries of the log
 
-    def ask(
-        self, messages: list[dict[str, Any]], tools: tuple[Any, ...] = (), agent: str = ""
-    ) -> tuple[Call, Context]:
+    def ask(self, messages: list[dict[str, Any]], tools: tuple[Any, ...] = (), agent: str = "") -> tuple[Call, Context]:
         call = Call(tuple(messages), tools, agent=agent)
         context = self.history.context(call)
         text = self.renderer.decode(context.tokens)

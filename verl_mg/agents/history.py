@@ -86,8 +86,8 @@ class ConversationHistory:
     """Segments of a session; used in one thread. Replies may be added in another order than that of their requests.
 
     Agents may continue any earlier request, so the segments are branches of a tree: `Segment.prefix_of` is the parent.
-    Agents with names share prompts, but each has its own segments, in which replies of others are observations as the
-    request has written them, without their reasoning.
+    Each agent with a name has its own segments, in which replies of others are observations as the request has written
+    them; segments of two agents share the tokens that both begin with.
     """
 
     def __init__(self, renderer: ConversationRenderer) -> None:
@@ -126,7 +126,7 @@ class ConversationHistory:
                     return known, known.length, end
             # The reply was rewritten or is another one, but the conversation in front of it is the same.
             for known in reversed(self._prompts.get(keys[i], ())):
-                if known.prompt.begins(rendered):
+                if self._segments[known.segment].agent == call.agent and known.prompt.begins(rendered):
                     return known, known.prompt_length, rendered[known.prompt.length :]
         return None, 0, rendered
 
@@ -220,7 +220,8 @@ class ConversationHistory:
     def _sharing(self, context: Context) -> tuple[int | None, int]:
         """Returns the number of a segment whose first tokens a context repeats although none were known, and how many.
 
-        The template has rewritten the end of the prompt itself, or another request for the same reply was first.
+        The template has rewritten the end of the prompt itself, another request for the same reply was first, or the
+        segment is of another agent.
         """
         # Tokens that two segments share are computed once in training, so the common prefix is worth finding.
         for key in reversed(context.keys):
