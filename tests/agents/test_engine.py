@@ -350,7 +350,7 @@ OF_DEBATE = {"solver": Reward(1.0, {"turns": 4.0}), "critic": Reward(0.5, {"turn
 
 
 @pytest.mark.parametrize("kind", ["function", "command"])
-def test_agents_with_names_have_segments_and_rewards_of_their_own(hf_engine, run_agents, kind):
+def test_agents_with_names_have_separate_segments_and_rewards(hf_engine, run_agents, kind):
     command = functools.partial(run_command, ["python3", "-c", DEBATE], timeout=LIMIT)
     (sample,), engine = run_agents(
         hf_engine, debate if kind == "function" else command, 1, names=["solver", "critic"], trained=[]

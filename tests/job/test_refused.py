@@ -84,7 +84,7 @@ WITHOUT_MODEL = [
     (DRAFT | {"wire": "fp8_block"}, {}, "rollout.sglang.speculative_algorithm: SGLang has no quantized projection"),
     ({"agent": "a:run", "tools": ["t:f"]}, {}, "rollout.tools: agents call tools themselves. Leave it out, or leave"),
     ({"agent": "a:run", "partial_rollout": True}, {}, "rollout.partial_rollout=true: an agent that was stopped cannot"),
-    ({"agent": "a:run", "agent_names": ["b", "b"]}, {}, "rollout.agent_names: a name stands there twice. Leave one"),
+    ({"agent": "a:run", "agent_names": ["b", "b"]}, {}, "rollout.agent_names: it has a name twice. Leave one out."),
     ({"agent": "a:run", "agent_names": ["b", "c d"]}, {}, "rollout.agent_names: ['b', 'c d'] has a name with other"),
     ({"agent": "a:run", "agent_names": ["b"], "agent_trained": ["c"]}, {}, "rollout.agent_trained=['c']: these are ag"),
 ]  # fmt: skip

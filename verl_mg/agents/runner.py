@@ -119,7 +119,7 @@ def _as_reward(result: Any) -> Reward | None:
         return _of_one(result, parts)
     # What describes the episode is a part of the reward of each of its agents.
     unpacked = {name: _unpacked(each) if isinstance(each, dict) else (each, {}) for name, each in agents.items()}
-    return Reward.by_agent({str(name): _of_one(each, parts | own) for name, (each, own) in unpacked.items()})
+    return Reward.by_agent({str(name): _of_one(each, parts | more) for name, (each, more) in unpacked.items()})
 
 
 def _unpacked(result: Mapping[str, Any]) -> tuple[Any, dict[str, float]]:

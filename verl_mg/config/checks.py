@@ -238,7 +238,7 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
     Refusal(lambda c: c.rollout.has_agents and c.rollout.partial_rollout,
             "rollout.partial_rollout=true: an agent that was stopped cannot continue. Leave it out."),
     Refusal(lambda c: len(set(c.rollout.agent_names)) < len(c.rollout.agent_names),
-            "rollout.agent_names: a name stands there twice. Leave one out."),
+            "rollout.agent_names: it has a name twice. Leave one out."),
     # They are names of models in requests, and parts of the names of metrics.
     Refusal(lambda c: not all(re.fullmatch(r"[\w.:-]+", name) for name in c.rollout.agent_names),
             "rollout.agent_names: {c.rollout.agent_names} has a name with other characters than letters, digits and "

@@ -15,8 +15,8 @@ NOT_GENERATED = -1  # policy version of tokens that no policy generated, such as
 
 # Largest number of segments of a trajectory: rows of a batch have ids `sample * MAX_SEGMENTS + segment`.
 MAX_SEGMENTS = 1024
-# Above the numbers of all samples. Of agents with names, numbered from 0, rows have trajectory and group ids
-# `agent * MAX_SAMPLES + sample`, which are those of rows without names for the first agent.
+# Above the numbers of all samples. Rows of agents with names, numbered from 0, have trajectory and group ids
+# `agent * MAX_SAMPLES + sample`: for the first agent the same as without names.
 MAX_SAMPLES = 2**40
 Ids = TypeVar("Ids", int, Tensor)
 

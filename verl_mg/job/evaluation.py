@@ -92,7 +92,7 @@ def evaluate(
 ) -> list[SetResults]:
     """Evaluates the policy; all ranks call it together. Sets with equal sampling are generated at the same time.
 
-    `prompts` are of all sets, each with the name of its set as its source; `agent_names` are those of the job.
+    `prompts` are of all sets, each with the name of its set as its source; `agent_names` is of the job.
     """
     chosen: dict[str, list[Prompt]] = {of_set.name: [] for of_set in sets}
     limits = {of_set.name: of_set.prompts for of_set in sets}

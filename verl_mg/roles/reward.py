@@ -126,7 +126,7 @@ class RewardRole:
     The engine loop submits each sample on the rank whose engine generated it; results stay there until `wait` sends
     them to the ranks of the rows, which the columns `generated_by` (rank) and `score_id` (number there) identify.
     `scorer` is None where the model scores; `source_scorers` are of sources that have their own reward functions, by
-    `Prompt.reward`. `agent_names` are those of the numbers in the column `agent`.
+    `Prompt.reward`. The column `agent` has numbers of `agent_names`.
     """
 
     def __init__(

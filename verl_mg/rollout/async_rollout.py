@@ -207,7 +207,7 @@ class AsyncRollout(Rollout):
         return oldest
 
     def _scores_of(self, groups: Sequence[Group], reward: RewardRole) -> dict[int, dict[str, float]]:
-        """Waits for the scores of complete groups on this rank; returns those of all ranks by sample and agent."""
+        """Waits for the scores of complete groups on this rank; returns all ranks' by sample and agent."""
         score_ids = {i: self._groups.score_ids.get(i) for group in groups for i in group.ids}
         local = [(i, reward.scores(score_id)) for i, score_id in score_ids.items() if score_id is not None]
         for group in groups:

@@ -426,7 +426,7 @@ def group_rows(
     """Returns the rows of the samples that this rank's engine has generated; groups are in the order of their ids.
 
     `score_ids` has the number of each sample's score on this rank, None where nothing is scored. See `samples_to_batch`
-    for the rest. A group is the samples of a prompt, and of agents with names those of an agent.
+    for the rest. A group is the samples of a prompt, or where agents have names the trajectories of one agent.
     """
     pairs = [(group, i) for group in groups for i in group.ids if i in completed]
     samples = [replace(completed[i], id=sample_number(i)) for _, i in pairs]

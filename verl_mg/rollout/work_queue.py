@@ -53,7 +53,7 @@ GroupFilter = Callable[[Sequence[float]], bool]
 
 
 def keeps(keep: GroupFilter, scores: Sequence[Mapping[str, float]]) -> bool:
-    """Returns whether a filter keeps the samples of a prompt, whose scores are by agent: those of any agent."""
+    """Returns whether a filter keeps the scores of any agent in the samples of a prompt."""
     by_agent: dict[str, list[float]] = {}
     for of_sample in scores:
         for agent, score in of_sample.items():

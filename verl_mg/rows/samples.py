@@ -130,7 +130,7 @@ def _rows_of(number: int, prompt: Prompt, sample: Sample) -> Iterator[_Row]:
         whole = Segment(tokens, *reported, routed_experts=sample.routed_experts, images=images)
         yield _Row(number, row, whole, len(prompt.tokens), row)
         return
-    # Rows without a token to train would only cost time; the conversation has what others have written.
+    # Rows without a token to train would only cost time; the conversation has all replies.
     acting = {part.agent for part in trajectory.segments if _num_trained(part)}
     chosen = {i: part for i, part in enumerate(trajectory.segments) if part.agent in acting or not acting}
     for i, part in chosen.items():
@@ -220,7 +220,7 @@ class GeneratedRows:
 
     batch: Batch
     conversations: Mapping[int, str] = field(default_factory=dict)
-    """Conversation of each episode, a trajectory or those of its agents, as JSON by `without_agent(trajectory)`."""
+    """Conversation of each episode, of all its agents, as JSON by `without_agent(trajectory)`."""
 
 
 @dataclass(frozen=True)
