@@ -94,6 +94,9 @@ WITHOUT_MODEL = [
     ({"top_p": 0.9}, CENTRED, "algorithm.off_policy.score_centering: the distribution that samples are drawn from is"),
     ({"agent": "a:run", "tools": ["t:f"]}, {}, "rollout.tools: agents call tools themselves. Leave it out, or leave"),
     ({"agent": "a:run", "partial_rollout": True}, {}, "rollout.partial_rollout=true: an agent that was stopped cannot"),
+    ({"agent": "a:run", "agent_names": ["b", "b"]}, {}, "rollout.agent_names: it has a name twice. Leave one out."),
+    ({"agent": "a:run", "agent_names": ["b", "c d"]}, {}, "rollout.agent_names: ['b', 'c d'] has a name with other"),
+    ({"agent": "a:run", "agent_names": ["b"], "agent_trained": ["c"]}, {}, "rollout.agent_trained=['c']: these are ag"),
 ]  # fmt: skip
 """Keys of `rollout`, what else there is, and how the error begins."""
 WITH_MODEL = [
@@ -261,7 +264,7 @@ class WithPenalty(RecipeConfig):
 
 
 AGENT_OPTIONS = ("options={c: 1}", "timeout_s=9", "concurrency=2", "retries=2", "failure_reward=-1", "trained=[a]")
-AGENT_OPTIONS += ("host=h",)
+AGENT_OPTIONS += ("names=[a]", "host=h")
 EVALUATION = ("every=3", "prompts=2", "samples=4", "temperature=1", "top_p=0.5", "max_new_tokens=9", "stop=[a]")
 EVALUATION += ("k=[2]", "pass_threshold=0.5")
 CURRICULUM = ("revisit=1", "pass_threshold=0.7", "decay=0.7")

@@ -10,6 +10,7 @@ rows of an engine in its package.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -271,4 +272,13 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
     # An agent has effects outside the job, which cannot be continued: an aborted one begins again.
     Refusal(lambda c: c.rollout.has_agents and c.rollout.partial_rollout,
             "rollout.partial_rollout=true: an agent that was stopped cannot continue. Leave it out."),
+    Refusal(lambda c: len(set(c.rollout.agent_names)) < len(c.rollout.agent_names),
+            "rollout.agent_names: it has a name twice. Leave one out."),
+    # They are names of models in requests, and parts of the names of metrics.
+    Refusal(lambda c: not all(re.fullmatch(r"[\w.:-]+", name) for name in c.rollout.agent_names),
+            "rollout.agent_names: {c.rollout.agent_names} has a name with other characters than letters, digits and "
+            "'_.:-'. Rename it."),
+    Refusal(lambda c: c.rollout.agent_names and set(c.rollout.agent_trained) - set(c.rollout.agent_names),
+            "rollout.agent_trained={c.rollout.agent_trained}: these are agents of rollout.agent_names, which has "
+            "{c.rollout.agent_names}. Correct one of them."),
 )  # fmt: skip

@@ -393,6 +393,9 @@ class RolloutConfig(ConfigSection):
     agent_trained: list[str] = []
     """Names of models, as agents write them in their requests, whose replies are trained, such as the side of a game
     that learns. []: all replies."""
+    agent_names: list[str] = []
+    """Names of the agents that play a part in a sample, such as [solver, critic]: a request names one of them as its
+    model, and each has its own rows, rewards and group statistics. []: all requests are of one agent."""
     agent_host: str = "127.0.0.1"
     """Address that the agents' endpoint listens on, on a free port. Other machines reach only another address than the
     default, such as that of the node in a cluster."""

@@ -76,7 +76,7 @@ from verl_mg.rollout.groups import StalenessBound
 from verl_mg.rollout.mismatch_check import MismatchCheck
 from verl_mg.rollout.rollout import Rollout, RolloutSetup, RolloutSource
 from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.rows.samples import RolloutRecord
+from verl_mg.rows.samples import OptionalColumns, RolloutRecord
 from verl_mg.training.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -361,7 +361,8 @@ class RunningJob:
 
     def evaluate_sets(self) -> list[SetResults]:
         """Evaluates the policy on the sets of `data.test`; all ranks call it together and have all results."""
-        return evaluate(self.rollout, self.reward, self.test_prompts or (), self._sets)
+        names = self.config.rollout.agent_names
+        return evaluate(self.rollout, self.reward, self.test_prompts or (), self._sets, names)
 
     # -- building
 
@@ -431,7 +432,8 @@ class RunningJob:
             for name, source in sources.items()
             if source.reward
         }
-        return RewardRole(scorer, self.sample_texts, self.context, records, model, has_agents, of_sources)
+        names = self.config.rollout.agent_names
+        return RewardRole(scorer, self.sample_texts, self.context, records, model, has_agents, of_sources, names)
 
     def _build_rollout(self, records: list[RolloutRecord], learns: bool) -> Rollout:
         config, model, decode = self.config.rollout, self._model, decoder(self.tokenizer)
@@ -463,8 +465,9 @@ class RunningJob:
             self.config, self.actor, self.context, wrap, self.processor, decode, longest or None
         )
         routed = routed_shape(self.config.model.path) if config.replay_routing else None
+        columns = OptionalColumns(routed, agent_names=config.agent_names)
         if learns:
-            self._check = MismatchCheck.of(self.config, self.actor, self.prompts, longest, sampling, routed)
+            self._check = MismatchCheck.of(self.config, self.actor, self.prompts, longest, sampling, columns)
         setup = RolloutSetup(
             sampling=sampling,
             seed=self.config.job.seed,
@@ -472,7 +475,7 @@ class RunningJob:
             prompts=self.prompts,
             records=records,
             reward=self._reward,
-            routed_shape=routed,
+            columns=columns,
             check=self._check,
         )
         if config.mode == "async":

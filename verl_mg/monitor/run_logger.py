@@ -259,7 +259,8 @@ class RunLogger:
         produced = self._job.rollout.train_batches if self._samples else []
         if self._samples:
             with self._job.timer("logging"):
-                metrics = rollout_metrics(produced, self._version) | self._job.rollout.metrics
+                metrics = rollout_metrics(produced, self._version, self._job.config.rollout.agent_names)
+                metrics |= self._job.rollout.metrics
                 metrics |= mismatch_metrics(self._job.actor.trained_batches)
                 for batch in produced:
                     metrics |= self._job.observe(batch)

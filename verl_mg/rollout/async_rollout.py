@@ -34,7 +34,7 @@ from verl_mg.roles.reward import RewardRole, scoring_reward
 from verl_mg.rollout.engine_group import InFlightEngineGroup
 from verl_mg.rollout.groups import Group, GroupState, RolloutState, StalenessBound
 from verl_mg.rollout.rollout import LocalRolloutState, Rollout, RolloutSetup, filter_metrics
-from verl_mg.rollout.work_queue import GroupFilter, WorkQueue
+from verl_mg.rollout.work_queue import GroupFilter, WorkQueue, keeps
 
 
 class AsyncRollout(Rollout):
@@ -72,8 +72,8 @@ class AsyncRollout(Rollout):
                 complete, seconds = self._take_oldest(missing)
                 idle += seconds
                 scores = self._scores_of(complete, reward)
-                all_scores += scores.values()
-                rejected = [group for group in complete if not keep([scores[i] for i in group.ids])]
+                all_scores += [score for of_sample in scores.values() for score in of_sample.values()]
+                rejected = [group for group in complete if not keeps(keep, [scores[i] for i in group.ids])]
                 kept += [group for group in complete if group not in rejected]
                 num_rejected += len(rejected)
                 self._replace(rejected)
@@ -206,10 +206,10 @@ class AsyncRollout(Rollout):
                 group.state = GroupState.COMPLETE
         return oldest
 
-    def _scores_of(self, groups: Sequence[Group], reward: RewardRole) -> dict[int, float]:
-        """Waits for the scores of complete groups on this rank, and returns the scores of all ranks by sample."""
+    def _scores_of(self, groups: Sequence[Group], reward: RewardRole) -> dict[int, dict[str, float]]:
+        """Waits for the scores of complete groups on this rank; returns all ranks' by sample and agent."""
         score_ids = {i: self._groups.score_ids.get(i) for group in groups for i in group.ids}
-        local = [(i, reward.score(score_id)) for i, score_id in score_ids.items() if score_id is not None]
+        local = [(i, reward.scores(score_id)) for i, score_id in score_ids.items() if score_id is not None]
         for group in groups:
             group.state = GroupState.SCORED
         return {i: score for report in all_gather_json(local) for i, score in report}

@@ -32,12 +32,13 @@ from pydantic import Field, PositiveInt, model_validator
 from verl_mg.config import Count
 from verl_mg.data.prompts import Prompt
 from verl_mg.engines.engine import Sample
+from verl_mg.engines.trajectory import MAX_SAMPLES
 from verl_mg.jsonl import StoredRecord
 
 Stale = Literal["continue", "drop"]
 """Treatment of tokens that are too old. continue: they remain in the context, but not in the loss. drop: the group
 is dropped, and another prompt takes its place."""
-FIRST_EVALUATION_ID = 2**40
+FIRST_EVALUATION_ID = MAX_SAMPLES
 """First sample id of evaluations, which may be in flight together with training's. Rows have the id without it."""
 
 
