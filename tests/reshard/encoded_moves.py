@@ -15,7 +15,7 @@ from tests.reshard.moves import hold, shard_map_of
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard import execute, plan, schedule
 from verl_mg.reshard.encode import EncodedPart, Encoder, encoded_maps, quantized_tensors
-from verl_mg.reshard.encoding import FP8, MXFP8, Encoding, Int4
+from verl_mg.reshard.encoding import FP8, MXFP8, Encoding, Int4, add_largest, encode_box
 from verl_mg.sharding.boxes import Box, Piece, Shard, box_shape, full_box
 from verl_mg.sharding.weight_table import weight_table
 
@@ -80,6 +80,23 @@ def microscaled(package: str, block: int = BLOCK) -> Quantizer:
     file, name = MICROSCALING[package], "_mxfp8_e4m3_quantize_torch"
     known = {"MXFP8_BLOCK_SIZE": block, "MXFP8_VALUE_DTYPE": torch.float8_e4m3fn, "MXFP8_E4M3_MAX": 448.0}
     return installed_functions(package, file, name, torch=torch, **known)[name]
+
+
+def as_mxfp8(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and scales of a whole matrix as the ranks make them."""
+    (rows, columns), encoding = matrix.shape, MXFP8()
+    largest = torch.zeros(encoding.grid((rows, columns)), device=matrix.device)
+    values = torch.empty(matrix.shape, dtype=encoding.dtype, device=matrix.device)
+    add_largest(largest, matrix, ((0, rows), (0, columns)), encoding.block((rows, columns)))
+    scales = encoding.scales(largest, matrix.dtype)
+    encode_box(encoding, matrix, scales, ((0, rows), (0, columns)), values)
+    return values, scales
+
+
+def every_bfloat16() -> Tensor:
+    """Blocks of 32 whose largest magnitude is each finite one, with smaller ones and with zeros of both signs."""
+    largest = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)[:, None]
+    return largest * torch.linspace(-1, 1, 32).bfloat16().roll(7)
 
 
 def many_magnitudes() -> Tensor:

@@ -19,7 +19,9 @@ from tests.reshard.encoded_moves import (
     MICROSCALING,
     SGLANG,
     VLLM,
+    as_mxfp8,
     compressed_tensors_groups,
+    every_bfloat16,
     many_magnitudes,
     microscaled,
     move,
@@ -32,7 +34,7 @@ from tests.reshard.moves import shard_map_of
 from verl_mg.errors import UserError
 from verl_mg.reshard import plan
 from verl_mg.reshard.encode import EncodedSource, EncodedTarget, quantized_tensors
-from verl_mg.reshard.encoding import FP8, Int4, add_largest, encode_box, encoding_of
+from verl_mg.reshard.encoding import FP8, Int4, encoding_of
 from verl_mg.sharding.weight_table import weight_table
 
 RANKS = 8
@@ -83,15 +85,8 @@ def test_encoder_mxfp8_equals_sglang_bitwise_and_bytes_the_lower_bound(ranks, ca
     assert all(bool(result["exchanged"]) == cut for result in results)
 
 
-def every_bfloat16() -> torch.Tensor:
-    """Blocks of 32 whose largest magnitude is each finite one, with smaller ones and with zeros of both signs."""
-    largest = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)[:, None]
-    factors = torch.linspace(-1, 1, 32).bfloat16().roll(7)
-    return largest * factors
-
-
 @pytest.mark.parametrize("package", MICROSCALING)
-def test_mxfp8_of_every_bfloat16_equals_the_quantizer_of_an_engine_bitwise(package):
+def test_mxfp8_of_every_bfloat16_equals_an_engine_bitwise(package):
     values, scales = as_mxfp8(every_bfloat16())
     for found, wanted in zip((values, scales), microscaled(package, 32)(every_bfloat16()), strict=True):
         assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
@@ -122,15 +117,6 @@ def test_mxfp8_block_with_a_value_that_is_not_finite_is_not_a_number():
     decoded = values.float().unflatten(1, (2, 32)) * scales.view(torch.float8_e8m0fnu).float()[..., None]
     assert decoded.isnan().all(-1).tolist() == [[True, False], [False, True], [False, False]]
     assert (decoded[2] == 1).all()
-
-
-def as_mxfp8(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    encoding, box = encoding_of("mxfp8"), tuple((0, size) for size in matrix.shape)
-    largest = torch.zeros(encoding.grid(matrix.shape))
-    add_largest(largest, matrix, box, encoding.block(matrix.shape))
-    scales, values = encoding.scales(largest, matrix.dtype), torch.empty(matrix.shape, dtype=encoding.dtype)
-    encode_box(encoding, matrix, scales, box, values)
-    return values, scales
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

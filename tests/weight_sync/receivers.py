@@ -32,7 +32,14 @@ from torch import Tensor
 
 from tests.helpers.random_models import assemble, fields
 from tests.helpers.sglang_servers import SETTINGS
-from tests.reshard.encoded_moves import Quantizer, differing, encoded_parameters, microscaled, sglang_blocks, sglang_channels
+from tests.reshard.encoded_moves import (
+    Quantizer,
+    differing,
+    encoded_parameters,
+    microscaled,
+    sglang_blocks,
+    sglang_channels,
+)
 from verl_mg.distributed.outside_group import connect_store, join_outside_group
 from verl_mg.distributed.world import init_process_group
 from verl_mg.engines.engine import EngineDiedError

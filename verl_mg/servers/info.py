@@ -226,7 +226,7 @@ def _shard_obstacle(server: dict[str, Any], wire: Wire) -> str:
             f"{json.dumps(given)}) than the job sends them, --json-model-override-args '{form}'"
         )
     if wire == "mxfp8" and server[FP8_PRODUCTS] not in MXFP8_IN_ORDER:
-        return f"its --fp8-gemm-backend {server[FP8_PRODUCTS]} does not read weights in the order in which they are sent"
+        return f"its --fp8-gemm-backend {server[FP8_PRODUCTS]} reads weights in another order than they are sent in"
     if server["enable_eplb"] or server["ep_num_redundant_experts"] or server["init_expert_location"] != "trivial":
         return "its experts are not in the order of the checkpoint (--enable-eplb and the like)"
     return ""

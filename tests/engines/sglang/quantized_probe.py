@@ -30,8 +30,8 @@ def quantized(build: Any, fields: dict[str, Any]) -> Any:
     from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8Config
 
-    kinds = {"fp8": Fp8Config, "mxfp8": Fp8Config, "w8a8_fp8": W8A8Fp8Config, "compressed-tensors": CompressedTensorsConfig}
-    kind = kinds[fields["quant_method"]]
+    kinds = {"w8a8_fp8": W8A8Fp8Config, "compressed-tensors": CompressedTensorsConfig}
+    kind = kinds.get(fields["quant_method"], Fp8Config)
     if kind is CompressedTensorsConfig:  # its scheme asks for the GPU
         torch.cuda.get_device_capability = lambda *_: (9, 0)
 
