@@ -224,7 +224,7 @@ def test_check_engines_possible_configurations_are_accepted(on_gpus, monkeypatch
         ({"layout": "tp2", "wire": "int4"}, 640, r"down_proj.weight: the box .* whole blocks of \(1, 128\)"),
         ({"layout": "tp1", "wire": "int4"}, 544, "down_proj.weight: a rank of the engine has 256 x 544 of it"),
         ({"layout": "tp2", "wire": "mxfp8"}, 544, r"down_proj.weight: the box .* whole blocks of \(1, 32\)"),
-        ({"layout": "tp1", "wire": "mxfp8"}, 528, "rank of the engine has .* x 528 .* mxfp8 needs .* of 32 x 32"),
+        ({"layout": "tp1", "wire": "mxfp8"}, 528, "rank of the engine has .* x 528 .*mxfp8 needs .* of 32 x 32"),
     ],
 )
 def test_check_engines_parts_of_quantized_blocks_are_refused(on_gpus, monkeypatch, rollout, ffn, message):
