@@ -130,6 +130,9 @@ OF_ENGINES = [
     *(("sglang", "gpu", EXPERTS, "tp1", {name: "deep_gemm"}, BF16 | {"wire": "fp8_block", "blackwell": True},
        f"rollout.sglang.{name}=deep_gemm: on Blackwell it keeps scales of rollout.wire=fp8_block in a form into which")
       for name in ("moe_runner_backend", "fp8_gemm_runner_backend")),
+    ("sglang", "gpu", {}, "tp1", {}, BF16 | {"wire": "mxfp8"}, "rollout.wire=mxfp8: SGLang has MXFP8 on Blackwell and"),
+    ("sglang", "gpu", {}, "tp1", {"fp8_gemm_runner_backend": "flashinfer_trtllm"}, BF16 | {"wire": "mxfp8", "blackwell":
+     True}, "rollout.wire=mxfp8: rollout.sglang.fp8_gemm_runner_backend=flashinfer_trtllm does not read weights in"),
     ("vllm", "gpu", {}, "tp1", {"attention_backend": "FLASH_ATTN"}, "rollout.vllm.attention_backend=FLASH_ATTN: it"),
     *(("vllm", "gpu", sizes, "tp1", {}, "rollout.engine=vllm: on GPUs its engines in float32, the dtype of the actor,")
       for sizes in (LATENT, LINEAR)),
@@ -213,7 +216,7 @@ def check(sizes=(), dtype="bfloat16", lora=None, **rollout):
     check_engines(config_of(rollout, lora, model={"dtype": dtype}), table_of(sizes), 2)
 
 
-def test_check_engines_possible_configurations_are_accepted(on_gpus):
+def test_check_engines_possible_configurations_are_accepted(on_gpus, monkeypatch):
     check(layout="tp2", wire="fp8_block", delta=True, sleep=False)
     check({"intermediate_size": 320}, layout="tp2", wire="fp8_channel")
     check(layout="tp2", wire="int4")
@@ -223,6 +226,8 @@ def test_check_engines_possible_configurations_are_accepted(on_gpus):
     check(EXPERTS, dtype="float32", engine="hf")
     check({"head_dim": 256}, dtype="float32", engine="vllm")
     check(adapters=True, lora={"targets": ["q_proj"]}, num_ranks=1, mode="one_step_off")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    check({"intermediate_size": 320}, layout="tp2", wire="mxfp8", delta=True, sleep=False)
 
 
 @pytest.mark.parametrize(
@@ -231,9 +236,12 @@ def test_check_engines_possible_configurations_are_accepted(on_gpus):
         ({"layout": "tp2", "wire": "fp8_block"}, 320, r"gate_up_proj.weight: the box .* whole blocks of \(128"),
         ({"layout": "tp2", "wire": "int4"}, 640, r"down_proj.weight: the box .* whole blocks of \(1, 128\)"),
         ({"layout": "tp1", "wire": "int4"}, 544, "down_proj.weight: a rank of the engine has 256 x 544 of it"),
+        ({"layout": "tp2", "wire": "mxfp8"}, 544, r"down_proj.weight: the box .* whole blocks of \(1, 32\)"),
+        ({"layout": "tp1", "wire": "mxfp8"}, 528, "rank of the engine has .* x 528 .*mxfp8 needs .* of 32 x 32"),
     ],
 )
-def test_check_engines_parts_of_quantized_blocks_are_refused(on_gpus, rollout, ffn, message):
+def test_check_engines_parts_of_quantized_blocks_are_refused(on_gpus, monkeypatch, rollout, ffn, message):
+    monkeypatch.setattr(device, "is_blackwell", lambda: rollout["wire"] == "mxfp8")
     with pytest.raises(UserError, match=message):
         check({"intermediate_size": ffn}, **rollout)
 

@@ -298,12 +298,12 @@ class RolloutConfig(ConfigSection):
     """Parallel sizes of one engine such as tp8-ep8: tensor (tp), pipeline (pp), expert (ep) parallelism and
     data-parallel attention (adp), in which ep and adp divide the tp ranks. vLLM has no adp, and ep over all tp ranks or
     none."""
-    wire: Literal["cast", "fp8_block", "fp8_channel", "int4"] = "cast"
+    wire: Literal["cast", "fp8_block", "fp8_channel", "mxfp8", "int4"] = "cast"
     """Form in which SGLang engines have their weights, and receive them. cast: the dtype of the model. The others are
     quantized by the ranks that send, and need GPUs; servers of `urls` need `weight_transfer: shards` and the same
     quantization_config. fp8_block: FP8 with a scale for each block of 128 x 128, as DeepSeek-V3. fp8_channel: FP8 with
-    a scale for each row. int4: INT4 with a scale for each 128 of a row, weights only, for dense models and engines of
-    the job."""
+    a scale for each row. mxfp8: FP8 with a power of two for each 32 of a row, for dense models and GPUs from Blackwell
+    on. int4: INT4 with a scale for each 128 of a row, weights only, for dense models and engines of the job."""
     delta: bool = False
     """Send only the elements that the last update has changed, to SGLang engines that keep their weights: with
     `num_ranks` or `sleep: false`, and to servers of `urls` with `weight_transfer: shards` or `disk`, started with the

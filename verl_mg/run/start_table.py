@@ -50,6 +50,7 @@ NEVER_RAN = (
     "rollout.engine=vllm",
     "rollout.engine=sglang job.deterministic=true",
     "rollout.wire=int4",
+    "rollout.wire=mxfp8",
     "rollout.urls",
     "rollout.num_ranks",
     "rollout.sglang.speculative_algorithm",

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verl_mg.engines.sglang.arguments import EXPERT_RUNNER, IN_ORDER, QUANTIZATIONS
+from verl_mg.engines.sglang.arguments import EXPERT_RUNNER, FP8_PRODUCTS, IN_ORDER, MXFP8_IN_ORDER, QUANTIZATIONS
 from verl_mg.engines.sglang.shard_receiver import RECEIVER
 from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
@@ -237,6 +237,8 @@ def _shard_obstacle(server: dict[str, Any], wire: Wire) -> str:
             f"its weights are quantized in another way (--quantization {server['quantization']}, quantization_config "
             f"{json.dumps(given)}) than the job sends them, --json-model-override-args '{form}'"
         )
+    if wire == "mxfp8" and server[FP8_PRODUCTS] not in MXFP8_IN_ORDER:
+        return f"its --fp8-gemm-backend {server[FP8_PRODUCTS]} reads weights in another order than they are sent in"
     if server["enable_eplb"] or server["ep_num_redundant_experts"] or server["init_expert_location"] != "trivial":
         return "its experts are not in the order of the checkpoint (--enable-eplb and the like)"
     return ""
