@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_eval(command("eval", _eval, "evaluate a model or a run on sets of prompts, or compare two evaluations"))
     add = command("status", _status, "progress of a run; exit code 0 if it has finished, else 3").add_argument
-    add("folder", metavar="RUN", type=Path, help="folder of the run, its job.output")
+    add("folder", metavar="RUN", help="folder of the run, its job.output; also on an object store")
     meaning = "check installation, machines and network, and what a job computes with; under torchrun of all nodes"
     add = command("doctor", _doctor, meaning).add_argument
     add("recipe", nargs="?", help="recipe of the job; only with --job")
@@ -77,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--job", metavar="CONFIG", help=meaning)
     add("--output", default="runs", type=Path, help="folder of runs, which every rank must see (default: %(default)s)")
     add = command("view", _view, "curves, timelines and samples of runs, in the browser").add_argument
-    add("folders", nargs="+", metavar="RUN", type=Path, help="folder of a run, also of one that is running")
+    meaning = "folder of a run, also of one that is running; one on an object store is shown as it is now"
+    add("folders", nargs="+", metavar="RUN", help=meaning)
     add("--port", type=int, default=0, metavar="N", help="port (default: a free one)")
     add("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     _add_plan(command("plan", _plan, "compute memory, weight sync and predicted seconds of layouts, without GPUs"))
@@ -230,8 +231,10 @@ def _eval(arguments: argparse.Namespace) -> None:
 
 def _status(arguments: argparse.Namespace) -> None:
     from verl_mg.monitor.status import show_status
+    from verl_mg.stores.records import run_folders
 
-    sys.exit(show_status(arguments.folder))
+    with run_folders([arguments.folder]) as (folder,):
+        sys.exit(show_status(folder))
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
@@ -251,9 +254,11 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _view(arguments: argparse.Namespace) -> None:
+    from verl_mg.stores.records import run_folders
     from verl_mg.view.server import view
 
-    view(arguments.folders, arguments.host, arguments.port)
+    with run_folders(arguments.folders) as folders:
+        view(folders, arguments.host, arguments.port)
 
 
 def _plan(arguments: argparse.Namespace) -> None:

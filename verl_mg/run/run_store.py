@@ -1,0 +1,208 @@
+"""Where a run is kept: on a file system all in `job.output`, or on an object store.
+
+    s3://bucket/runs/first/checkpoints/000020/    by each rank from its memory, without a copy on a disk
+    s3://bucket/runs/first/model/, export/        put together in the local folder, whose files all ranks take in turn
+    s3://bucket/runs/first/metrics.jsonl, ...     records, from the local folder (`verl_mg.stores.records`)
+
+Of two starts of a run on different machines the second finds all in the store: the local folder is emptied at each.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from verl_mg import device
+from verl_mg.config import JobConfig
+from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.errors import UserError
+from verl_mg.monitor.sample_schema import SAMPLES
+from verl_mg.stores.bucket import Bucket
+from verl_mg.stores.folders import Folders, LocalFolders, StoredFile
+from verl_mg.stores.objects import ObjectFolders, content_of
+from verl_mg.stores.records import CHECKPOINTS, RecordUpload, fetch_records, is_record
+from verl_mg.stores.url import ObjectUrl
+
+_STAGING = ".staging"
+_COMPLETE = ("samples/", "profile/", "engines/", "tensorboard/")  # records that a resumed run does not append to
+
+
+class RunStore(ABC):
+    """The place of a run. All ranks call its methods together, unless one says otherwise."""
+
+    checkpoints: Folders
+
+    @abstractmethod
+    def open(self) -> None:
+        """Makes the local folder, with the records that a resumed run appends to."""
+
+    @abstractmethod
+    def start(self, done: int) -> None:
+        """Begins to keep records of the iterations after `done`; what is there of these is of an earlier start."""
+
+    @abstractmethod
+    def upload_records(self) -> None:
+        """Stores the records that this rank keeps as they are now; OSError where it cannot. Any rank."""
+
+    @abstractmethod
+    def save(self, name: str, write: Callable[[Path], None]) -> None:
+        """Stores the folder NAME that `write` writes on all ranks; OSError where it cannot."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stores the last records. Any rank."""
+
+    def __enter__(self) -> RunStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+
+class LocalRun(RunStore):
+    """A run in a folder on a file system."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.checkpoints = LocalFolders(folder / CHECKPOINTS)
+
+    def open(self) -> None:
+        """Does nothing: the folder is made when it is known that the run may write there."""
+
+    def start(self, done: int) -> None:
+        """Does nothing: later records are replaced one by one."""
+
+    def upload_records(self) -> None:
+        """Does nothing: the records are where they are written."""
+
+    def save(self, name: str, write: Callable[[Path], None]) -> None:
+        """Lets `write` write the folder at its place."""
+        (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
+        write(self._folder / name)
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class ObjectRun(RunStore):
+    """A run on an object store, with a local folder on each node."""
+
+    def __init__(self, url: ObjectUrl, saves: bool) -> None:
+        self._url, self._folder, self._saves = url, url.working_folder, saves
+        self._bucket = Bucket(url)
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._is_first = self._rank % device.ranks_of_a_node(self._ranks) == 0
+        self.checkpoints = ObjectFolders(Bucket(url / CHECKPOINTS), self._folder / f".{CHECKPOINTS}")
+        self._names: list[str] = []
+        self._upload: RecordUpload | None = None
+
+    def open(self) -> None:
+        """Empties the local folder and fetches records; UserError where one of the two cannot be read or written."""
+        problem = ""
+        if self._is_first:
+            try:
+                self._make_folder()
+                self._names = fetch_records(self._bucket, self._folder, _is_appended)
+            except OSError as error:
+                problem = f"{error.filename or self._url}: {error.strerror or error}"
+        problems = [text for text in all_gather_json(problem) if text]
+        if problems:
+            raise UserError(
+                f"job.output={self._url}: {problems[0]}. Check address, bucket and credentials of the store."
+            )
+        self._check_shared()
+
+    def _make_folder(self) -> None:
+        self._folder.parent.mkdir(mode=0o700, exist_ok=True)
+        owner = self._folder.parent.stat().st_uid
+        if owner != os.getuid():  # who could exchange what is trained
+            raise PermissionError(1, "another user's folder; set TMPDIR to another one", str(self._folder.parent))
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.mkdir(exist_ok=True)
+
+    def _check_shared(self) -> None:
+        # A file of the model has boxes of ranks of several nodes.
+        if not self._saves or device.ranks_of_a_node(self._ranks) == self._ranks:
+            return
+        mark = self._folder / ".shared"
+        if self._rank == 0:
+            mark.touch()
+        dist.barrier()
+        if not all(all_gather_json(mark.exists())):
+            raise UserError(
+                f"job.output={self._url}: the model is put together in {self._folder.parent.parent}, which the nodes "
+                "do not share. Set TMPDIR to a folder that they share, or job.save=false and checkpoint.export_every=0."
+            )
+
+    def start(self, done: int) -> None:
+        """Removes samples of later iterations and starts the thread of the records."""
+        if self._rank == 0:
+            self._bucket.remove(name for name in self._names if _is_of_later_samples(name, done))
+        if self._is_first:
+            self._upload = RecordUpload(self._bucket, self._folder)
+            self._upload.start()
+
+    def upload_records(self) -> None:
+        """Stores the records of this node, on its first rank."""
+        if self._upload:
+            self._upload.upload()
+
+    def save(self, name: str, write: Callable[[Path], None]) -> None:
+        """Stores the folder, whose files the ranks take in turn."""
+        staged = self._folder / _STAGING / name
+        staged.parent.mkdir(parents=True, exist_ok=True)
+        write(staged)
+        folders, problem = ObjectFolders(self._bucket, staged), ""
+        files: dict[str, StoredFile] = {}
+        paths = sorted(path for path in staged.rglob("*") if path.is_file())
+        try:
+            for path in paths[self._rank :: self._ranks]:
+                file = path.relative_to(staged).as_posix()
+                files[file] = folders.write(name, file, content_of(path))
+        except OSError as error:
+            problem = f"{error.filename}: {error.strerror}"
+        reports = all_gather_json({"files": files, "problem": problem})
+        problem = next((report["problem"] for report in reports if report["problem"]), "")
+        if self._rank == 0 and not problem:
+            try:
+                folders.commit(name, {file: StoredFile(*of) for each in reports for file, of in each["files"].items()})
+            except OSError as error:
+                problem = f"{error.filename}: {error.strerror}"
+        problem = str(all_gather_json(problem)[0])
+        if self._is_first:
+            shutil.rmtree(staged, ignore_errors=True)
+        if problem:
+            raise OSError(5, problem, f"{self._url}/{name}")
+
+    def close(self) -> None:
+        """Stores the last records and removes the local folder; UserError where they cannot be stored."""
+        if not self._upload:
+            return
+        try:
+            self._upload.close()
+        except OSError as error:
+            raise UserError(
+                f"{error.filename}: the last records are not stored ({error.strerror}). They are in {self._folder}."
+            ) from None
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def run_store(config: JobConfig, saves: bool) -> RunStore:
+    """Returns the store of `job.output`; `saves`: whether the run writes models."""
+    return ObjectRun(config.output, saves) if isinstance(config.output, ObjectUrl) else LocalRun(config.output)
+
+
+def _is_appended(name: str) -> bool:
+    return is_record(name) and not name.startswith(_COMPLETE)
+
+
+def _is_of_later_samples(name: str, done: int) -> bool:
+    folder, _, rest = name.partition("/")
+    number = rest.partition("/")[0]
+    return folder == SAMPLES and number.isdecimal() and int(number) > done
