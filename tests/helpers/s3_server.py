@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
+
+from tests.helpers.waiting import wait_until
 
 BUCKET = "runs"
 HOLD = "hold"
-"""File in the folder of the server: a request whose path contains its text is not answered while it exists."""
+"""File in the folder of the server: a request whose address contains its text is not answered while it exists."""
 HELD = "held"
 """File that the server makes when it holds a request."""
 
@@ -63,16 +66,33 @@ class S3Server:
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
 
-    def hold(self, part_of_path: str) -> None:
-        """Holds every PUT or POST to a path that contains a text, from now on."""
+    def hold(self, part: str) -> None:
+        """Holds every PUT, POST or DELETE whose path and query contain a text, from now on."""
         (self.folder / HELD).unlink(missing_ok=True)
-        (self.folder / HOLD).write_text(part_of_path)
+        (self.folder / HOLD).write_text(part)
 
     def release(self) -> None:
         (self.folder / HOLD).unlink(missing_ok=True)
 
     def is_holding(self) -> bool:
         return (self.folder / HELD).exists()
+
+    @contextmanager
+    def lost_at(self, part: str, seconds: float = 0.7) -> Iterator[None]:
+        """Kills the server in the middle of the first request with a text, and starts it again some time later."""
+        self.hold(part)
+
+        def restart() -> None:
+            wait_until(self.is_holding)
+            self.kill()
+            self.release()
+            time.sleep(seconds)
+            self.start()
+
+        thread = threading.Thread(target=restart)
+        thread.start()
+        yield
+        thread.join()
 
 
 @contextmanager
@@ -84,6 +104,13 @@ def s3_server(folder: Path) -> Iterator[S3Server]:
         yield server
     finally:
         server.kill()
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except FileNotFoundError:
+        return ""
 
 
 def _serve(folder: Path, port: int) -> None:
@@ -103,10 +130,15 @@ def _serve(folder: Path, port: int) -> None:
     def persistent(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         if environ["REQUEST_METHOD"] not in ("PUT", "POST", "DELETE"):
             return application(environ, start_response)
-        while (folder / HOLD).exists() and (folder / HOLD).read_text() in environ["PATH_INFO"]:
+        while (text := _text(folder / HOLD)) and text in f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}":
             (folder / HELD).touch()
             time.sleep(0.01)
         with lock:  # answered only when it is on disk
+            upload = parse_qs(environ["QUERY_STRING"]).get("uploadId", [""])[0]
+            if upload and upload not in backends["aws"].buckets[BUCKET].multiparts:
+                # As S3 does; moto fails.
+                start_response("404 Not Found", [("Content-Type", "application/xml")])
+                return [b"<Error><Code>NoSuchUpload</Code><Message>no such upload</Message></Error>"]
             answer = application(environ, start_response)
             partial = state.with_suffix(".partial")
             partial.write_bytes(pickle.dumps(backends["aws"].buckets))

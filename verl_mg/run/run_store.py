@@ -9,6 +9,7 @@ Of two starts of a run on different machines the second finds all in the store: 
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 from abc import ABC, abstractmethod
@@ -24,8 +25,8 @@ from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.errors import UserError
 from verl_mg.monitor.sample_schema import SAMPLES
 from verl_mg.stores.bucket import Bucket
-from verl_mg.stores.folders import Folders, LocalFolders, StoredFile
-from verl_mg.stores.objects import ObjectFolders, content_of
+from verl_mg.stores.folders import Content, Folders, LocalFolders, StoredFile
+from verl_mg.stores.objects import MANIFEST, ObjectFolders
 from verl_mg.stores.records import CHECKPOINTS, RecordUpload, fetch_records, is_record
 from verl_mg.stores.url import ObjectUrl
 
@@ -109,6 +110,7 @@ class ObjectRun(RunStore):
             try:
                 self._make_folder()
                 self._names = fetch_records(self._bucket, self._folder, _is_appended)
+                self._upload = RecordUpload(self._bucket, self._folder)
             except OSError as error:
                 problem = f"{error.filename or self._url}: {error.strerror or error}"
         problems = [text for text in all_gather_json(problem) if text]
@@ -141,11 +143,14 @@ class ObjectRun(RunStore):
             )
 
     def start(self, done: int) -> None:
-        """Removes samples of later iterations and starts the thread of the records."""
+        """Removes samples of later iterations and parts of objects, and starts the thread of the records."""
         if self._rank == 0:
-            self._bucket.remove(name for name in self._names if _is_of_later_samples(name, done))
-        if self._is_first:
-            self._upload = RecordUpload(self._bucket, self._folder)
+            try:
+                self._bucket.abort_uploads()
+                self._bucket.remove(name for name in self._names if _is_of_later_samples(name, done))
+            except OSError as error:
+                raise UserError(f"job.output: {error}. The store has to allow that objects are removed.") from None
+        if self._upload:
             self._upload.start()
 
     def upload_records(self) -> None:
@@ -161,10 +166,15 @@ class ObjectRun(RunStore):
         folders, problem = ObjectFolders(self._bucket, staged), ""
         files: dict[str, StoredFile] = {}
         paths = sorted(path for path in staged.rglob("*") if path.is_file())
+        if self._rank == 0:
+            self._bucket.remove(
+                [f"{name}/{MANIFEST}"]
+            )  # of a model of the same name, which is not complete from here on
+        dist.barrier()
         try:
             for path in paths[self._rank :: self._ranks]:
                 file = path.relative_to(staged).as_posix()
-                files[file] = folders.write(name, file, content_of(path))
+                files[file] = folders.write(name, file, _content_of(path))
         except OSError as error:
             problem = f"{error.filename}: {error.strerror}"
         reports = all_gather_json({"files": files, "problem": problem})
@@ -206,3 +216,11 @@ def _is_of_later_samples(name: str, done: int) -> bool:
     folder, _, rest = name.partition("/")
     number = rest.partition("/")[0]
     return folder == SAMPLES and number.isdecimal() and int(number) > done
+
+
+def _content_of(file: Path) -> list[Content]:
+    """Returns the content of a file, mapped into memory."""
+    with file.open("rb") as opened:
+        if not os.fstat(opened.fileno()).st_size:
+            return []
+        return [memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))]

@@ -9,6 +9,7 @@ attempt, and for errors that another attempt cannot change, a `StoreError` says 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +42,6 @@ UPLOADS = 3  # uploads of an object that are begun, where the store forgets the 
 # Names, since the modules of these classes are imported only for S3.
 _LOST = frozenset(("HTTPClientError", "ConnectionError", "IncompleteRead", "ResponseParserError", "ClientError"))
 """Classes of botocore, urllib3 and aiohttp for lost connections."""
-_TEMPORARY_CODES = ("SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable")
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,10 @@ class StoreError(OSError):
     """A store that cannot be written or read; `filename` is the object."""
 
     def __init__(self, place: str, reason: str) -> None:
-        super().__init__(5, reason, place)
+        super().__init__(errno.EIO, reason, place)
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}"
 
 
 class Bucket:
@@ -144,9 +147,9 @@ class Bucket:
             deleted = {"Objects": [{"Key": self._key_of(name)} for name in group], "Quiet": True}
             self._call(group[0], "delete_objects", Delete=deleted)
 
-    def abort_uploads(self, below: str) -> None:
-        """Discards the parts of uploads below a name that a killed job has left: a store bills them."""
-        for upload in self._listed(below, "list_multipart_uploads").get("Uploads", ()):
+    def abort_uploads(self) -> None:
+        """Discards the parts of objects that a killed job has left: a store bills them."""
+        for upload in self._listed("", "list_multipart_uploads").get("Uploads", ()):
             self._abort(self._name_of(upload["Key"]), upload["UploadId"])
 
     # -- requests
@@ -180,10 +183,11 @@ class Bucket:
         place = f"{self.url}/{name}"
 
         def warn(state: RetryCallState) -> None:
+            error = state.outcome.exception() if state.outcome else None
+            what = "the store failed" if _status(error) else "lost the connection"
             log.warning(
-                "%s: lost the connection at %s (%s); attempt %d of %d in %.1f s",
-                self._key, place, _reason(_error_of(state)), state.attempt_number + 1, self._attempts,
-                state.upcoming_sleep,
+                "%s: %s at %s (%s); attempt %d of %d in %.1f s",
+                self._key, what, place, _reason(error), state.attempt_number + 1, self._attempts, state.upcoming_sleep,
             )  # fmt: skip
 
         retrying = Retrying(
@@ -198,8 +202,9 @@ class Bucket:
         except FileNotFoundError:
             raise
         except Exception as error:  # of botocore, aiohttp and the system
-            lost = f"the connection was lost in {self._attempts} attempts: " if _is_temporary(error) else ""
-            raise StoreError(place, f"{lost}{_reason(error)}") from None
+            what = "the store failed" if _status(error) else "the connection was lost"
+            repeated = f"{what} in {self._attempts} attempts: " if _is_temporary(error) else ""
+            raise StoreError(place, f"{repeated}{_reason(error)}") from None
 
 
 def _connect(url: ObjectUrl, key: str) -> S3FileSystem:
@@ -217,23 +222,23 @@ def _connect(url: ObjectUrl, key: str) -> S3FileSystem:
     return system
 
 
-def _error_of(state: RetryCallState) -> BaseException | None:
-    return state.outcome.exception() if state.outcome else None
-
-
 def _is_temporary(error: BaseException) -> bool:
     """Returns whether another attempt may succeed: the connection was lost, or the store is overloaded."""
-    answer = getattr(error.__cause__, "response", None)  # of an error that s3fs has translated
-    if answer is not None:
-        status: int = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        return status >= 500 or status in (408, 429) or answer["Error"].get("Code") in _TEMPORARY_CODES
+    if status := _status(error):
+        return status >= 500 or status in (408, 429)
     names = {base.__name__ for base in type(error).__mro__}
     return isinstance(error, TimeoutError | ConnectionError) or not names.isdisjoint(_LOST)
 
 
+def _status(error: BaseException | None) -> int:
+    """Returns the status with which the store has answered; 0 where it has not."""
+    answer = getattr(error and error.__cause__, "response", None) or {}  # of an error that s3fs has translated
+    return int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
 def _reason(error: BaseException | None) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
+    text = " ".join(str(getattr(error, "strerror", None) or error).split())
+    return text if isinstance(error, OSError) and text else f"{type(error).__name__}: {text}"
 
 
 def _groups(items: Iterable[T], size: int) -> Iterator[list[T]]:

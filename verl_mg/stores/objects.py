@@ -9,8 +9,6 @@ has arrived after, so an object that was cut short, exchanged or damaged is neve
 from __future__ import annotations
 
 import json
-import mmap
-import os
 import shutil
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -123,15 +121,6 @@ class ObjectFolders(Folders):
         self._bucket.remove(self._bucket.sizes(folder))
 
     def remove_unfinished(self) -> None:
-        """Removes objects of folders without a manifest, and parts of objects."""
-        self._bucket.abort_uploads("")
+        """Removes objects of folders without a manifest."""
         complete = tuple(f"{name}/" for name in self.complete())
         self._bucket.remove(name for name in self._bucket.sizes() if not name.startswith(complete))
-
-
-def content_of(file: Path) -> list[Content]:
-    """Returns the content of a file, mapped into memory."""
-    with file.open("rb") as opened:
-        if not os.fstat(opened.fileno()).st_size:
-            return []
-        return [memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))]

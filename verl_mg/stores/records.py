@@ -9,19 +9,22 @@ thread puts each file that has changed as a whole: samples once, `metrics.jsonl`
 from __future__ import annotations
 
 import logging
+import math
+import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from verl_mg.errors import UserError
 from verl_mg.jsonl import replacing
 from verl_mg.stores.bucket import Bucket
-from verl_mg.stores.objects import content_of
 from verl_mg.stores.url import ObjectUrl
 
 POLL_SECONDS = 10.0
+LARGE_BYTES = 2**24
+"""Larger files that grow, such as logs, are put only with checkpoints and at the end."""
 CHECKPOINTS, MODEL, EXPORTS = "checkpoints", "model", "export"  # folders of a run that are not records
 _NOT_RECORDS = tuple(f"{name}/" for name in (CHECKPOINTS, MODEL, EXPORTS))
 
@@ -29,41 +32,41 @@ log = logging.getLogger(__name__)
 
 
 class RecordUpload:
-    """Puts the files of a folder that have changed; hidden ones are not records."""
+    """Puts the files of a folder that change from now on; hidden ones are not records."""
 
     def __init__(self, bucket: Bucket, folder: Path) -> None:
         self._bucket, self._folder = bucket, folder
-        self._seen: dict[Path, tuple[int, int]] = {}
+        self._seen = dict(self._files())
         self._ended, self._lock = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._poll, daemon=True, name="records")
 
     def start(self) -> None:
-        """Starts the thread; the files that are there now are in the store."""
-        self._seen = dict(self._files())
+        """Starts the thread."""
         self._thread.start()
 
-    def upload(self) -> None:
-        """Puts what has changed since the last time; OSError where the store cannot be written."""
+    def upload(self, largest: float = math.inf) -> None:
+        """Puts what has changed since the last time, in files of at most `largest` bytes; OSError where it cannot."""
         with self._lock:
             for path, state in self._files():
-                if self._seen.get(path) != state:
+                if self._seen.get(path) != state and state[1] <= largest:
                     try:
-                        content = content_of(path)
-                    except FileNotFoundError:  # it was removed meanwhile
+                        content = path.read_bytes()  # not mapped: a file may be cut meanwhile
+                    except FileNotFoundError:
                         continue
-                    self._bucket.put(path.relative_to(self._folder).as_posix(), content)
+                    self._bucket.put(path.relative_to(self._folder).as_posix(), [content])
                     self._seen[path] = state
 
     def close(self) -> None:
         """Ends the thread and puts what has changed."""
         self._ended.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self.upload()
 
     def _poll(self) -> None:
         while not self._ended.wait(POLL_SECONDS):
             try:
-                self.upload()
+                self.upload(LARGE_BYTES)
             except OSError as error:  # the next time puts it
                 log.warning("%s: not written (%s)", error.filename, error.strerror)
 
@@ -71,9 +74,12 @@ class RecordUpload:
         """Yields each record with its state."""
         # Before its content is read, so that what is written meanwhile is put again.
         for path in sorted(self._folder.rglob("*")):
-            if path.is_file() and not any(part.startswith(".") for part in path.relative_to(self._folder).parts):
+            if any(part.startswith(".") for part in path.relative_to(self._folder).parts):
+                continue
+            with suppress(FileNotFoundError):  # it was removed meanwhile
                 status = path.stat()
-                yield path, (status.st_mtime_ns, status.st_size)
+                if stat.S_ISREG(status.st_mode):
+                    yield path, (status.st_mtime_ns, status.st_size)
 
 
 def is_record(name: str) -> bool:
@@ -106,7 +112,8 @@ def _run_folder(place: str, copy: Path) -> Path:
         url = ObjectUrl.parse(place)
         if url is None:
             return Path(place)
-        fetch_records(Bucket(url, "RUN"), copy / url.name, is_record)
+        if not fetch_records(Bucket(url, "RUN"), copy / url.name, is_record):
+            raise ValueError("it is empty. Give the job.output of a run")
     except (ValueError, OSError) as error:
         raise UserError(f"{place}: {getattr(error, 'strerror', None) or error}.") from None
     return copy / url.name
