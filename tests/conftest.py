@@ -137,6 +137,7 @@ def ranks(request) -> Iterator[RankPool]:
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory) -> Iterator[S3Server]:
     """An S3 server that the environment names."""
+    pytest.importorskip("s3fs")
     with s3_server(tmp_path_factory.mktemp("s3")) as server, pytest.MonkeyPatch.context() as patch:
         for name, value in server.variables.items():
             patch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Where a run is kept: on a file system all in `job.output`, or on an object store.
+"""The place of a run: on a file system all is in `job.output`, or on an object store.
 
     s3://bucket/runs/first/checkpoints/000020/    by each rank from its memory, without a copy on a disk
     s3://bucket/runs/first/model/, export/        put together in the local folder, whose files all ranks take in turn
@@ -24,7 +24,7 @@ from verl_mg.config import JobConfig
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.errors import UserError
 from verl_mg.monitor.sample_schema import SAMPLES
-from verl_mg.stores.bucket import Bucket
+from verl_mg.stores.bucket import Bucket, StoreError
 from verl_mg.stores.folders import Content, Folders, LocalFolders, StoredFile
 from verl_mg.stores.objects import MANIFEST, ObjectFolders
 from verl_mg.stores.records import CHECKPOINTS, RecordUpload, fetch_records, is_record
@@ -88,7 +88,7 @@ class LocalRun(RunStore):
         write(self._folder / name)
 
     def close(self) -> None:
-        """Does nothing."""
+        """Does nothing: all is at its place."""
 
 
 class ObjectRun(RunStore):
@@ -105,19 +105,17 @@ class ObjectRun(RunStore):
 
     def open(self) -> None:
         """Empties the local folder and fetches records; UserError where one of the two cannot be read or written."""
-        problem = ""
-        if self._is_first:
-            try:
+
+        def fetch() -> None:
+            if self._is_first:
                 self._make_folder()
                 self._names = fetch_records(self._bucket, self._folder, _is_appended)
                 self._upload = RecordUpload(self._bucket, self._folder)
-            except OSError as error:
-                problem = f"{error.filename or self._url}: {error.strerror or error}"
-        problems = [text for text in all_gather_json(problem) if text]
-        if problems:
-            raise UserError(
-                f"job.output={self._url}: {problems[0]}. Check address, bucket and credentials of the store."
-            )
+
+        try:
+            self._together(fetch)
+        except OSError as error:
+            raise UserError(f"job.output: {error}. Check address, bucket and credentials of the store.") from None
         self._check_shared()
 
     def _make_folder(self) -> None:
@@ -144,12 +142,15 @@ class ObjectRun(RunStore):
 
     def start(self, done: int) -> None:
         """Removes samples of later iterations and parts of objects, and starts the thread of the records."""
-        if self._rank == 0:
-            try:
-                self._bucket.abort_uploads()
-                self._bucket.remove(name for name in self._names if _is_of_later_samples(name, done))
-            except OSError as error:
-                raise UserError(f"job.output: {error}. The store has to allow that objects are removed.") from None
+
+        def remove() -> None:
+            self._bucket.abort_uploads()
+            self._bucket.remove(name for name in self._names if _is_of_later_samples(name, done))
+
+        try:
+            self._together(remove, only_first=True)
+        except OSError as error:
+            raise UserError(f"job.output: {error}. The store has to allow that objects are removed.") from None
         if self._upload:
             self._upload.start()
 
@@ -163,32 +164,37 @@ class ObjectRun(RunStore):
         staged = self._folder / _STAGING / name
         staged.parent.mkdir(parents=True, exist_ok=True)
         write(staged)
-        folders, problem = ObjectFolders(self._bucket, staged), ""
-        files: dict[str, StoredFile] = {}
+        folders, files = ObjectFolders(self._bucket, staged), dict[str, StoredFile]()
         paths = sorted(path for path in staged.rglob("*") if path.is_file())
-        if self._rank == 0:
-            self._bucket.remove(
-                [f"{name}/{MANIFEST}"]
-            )  # of a model of the same name, which is not complete from here on
-        dist.barrier()
-        try:
+
+        def begin() -> None:  # a model of the same name is not complete from here on
+            self._bucket.remove([f"{name}/{MANIFEST}"])
+
+        def put() -> None:
             for path in paths[self._rank :: self._ranks]:
                 file = path.relative_to(staged).as_posix()
                 files[file] = folders.write(name, file, _content_of(path))
+
+        try:
+            self._together(begin, only_first=True)
+            self._together(put)
+            reports = all_gather_json(files)
+            written = {file: StoredFile(*of) for report in reports for file, of in report.items()}
+            self._together(lambda: folders.commit(name, written), only_first=True)
+        finally:
+            if self._is_first:
+                shutil.rmtree(staged, ignore_errors=True)
+
+    def _together(self, work: Callable[[], None], only_first: bool = False) -> None:
+        """Does work on all ranks, or the first; the first error of any is raised on each, so that none waits for it."""
+        report: tuple[str, str] | None = None
+        try:
+            if self._rank == 0 or not only_first:
+                work()
         except OSError as error:
-            problem = f"{error.filename}: {error.strerror}"
-        reports = all_gather_json({"files": files, "problem": problem})
-        problem = next((report["problem"] for report in reports if report["problem"]), "")
-        if self._rank == 0 and not problem:
-            try:
-                folders.commit(name, {file: StoredFile(*of) for each in reports for file, of in each["files"].items()})
-            except OSError as error:
-                problem = f"{error.filename}: {error.strerror}"
-        problem = str(all_gather_json(problem)[0])
-        if self._is_first:
-            shutil.rmtree(staged, ignore_errors=True)
-        if problem:
-            raise OSError(5, problem, f"{self._url}/{name}")
+            report = (str(error.filename), str(error.strerror or error))
+        if error_of := next((each for each in all_gather_json(report) if each), None):
+            raise StoreError(*error_of)
 
     def close(self) -> None:
         """Stores the last records and removes the local folder; UserError where they cannot be stored."""

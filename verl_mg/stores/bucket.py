@@ -101,7 +101,7 @@ class Bucket:
         try:
             with ThreadPoolExecutor(THREADS) as threads:
                 pieces = enumerate(_cut(views, max(self._part_bytes, -(-size // MAX_PARTS))), start=1)
-                # Not all at once: a part that waits is a copy in memory.
+                # Group by group: a part that waits is a copy in memory.
                 for group in _groups(pieces, THREADS):
                     parts += threads.map(put, group)
             self._of_object(name, "complete_multipart_upload", UploadId=upload, MultipartUpload={"Parts": parts})
@@ -132,13 +132,13 @@ class Bucket:
 
     def sizes(self, below: str = "") -> dict[str, int]:
         """Returns the sizes of all objects below a name, by their names below the URL."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         more: dict[str, str] = {}
         while True:
             page = self._listed(below, "list_objects_v2", **more)
-            found |= {self._name_of(entry["Key"]): entry["Size"] for entry in page.get("Contents", ())}
+            sizes |= {self._name_of(entry["Key"]): entry["Size"] for entry in page.get("Contents", ())}
             if not page.get("IsTruncated"):
-                return found
+                return sizes
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def remove(self, names: Iterable[str]) -> None:

@@ -25,7 +25,7 @@ PARTIAL = ".partial"  # ending of the name of a folder that is being written
 
 
 class StoredFile(NamedTuple):
-    """A file that is written."""
+    """A file that is on disk or in the store."""
 
     sha256: str
     size: int
@@ -125,7 +125,7 @@ class LocalFolders(Folders):
         return [path.name for path in self._path.glob("*") if not path.name.endswith(PARTIAL)]
 
     def open(self, name: str) -> LocalFolder:
-        """Returns a folder."""
+        """Returns the folder of this name."""
         return LocalFolder(self._path / name)
 
     def write(self, folder: str, name: str, content: Iterable[Content]) -> StoredFile:

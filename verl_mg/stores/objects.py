@@ -80,8 +80,8 @@ def _check_sizes(bucket: Bucket, folder: str, files: Mapping[str, StoredFile]) -
     sizes = {name.removeprefix(f"{folder}/"): size for name, size in bucket.sizes(folder).items()}
     for name, file in files.items():
         if sizes.get(name) != file.size:
-            found = f"has {sizes[name]} bytes" if name in sizes else "is missing"
-            raise StoreError(f"{bucket.url}/{folder}/{name}", f"{found}, of the {file.size} bytes that were written")
+            problem = f"has {sizes[name]} bytes" if name in sizes else "is missing"
+            raise StoreError(f"{bucket.url}/{folder}/{name}", f"{problem}, of the {file.size} bytes that were written")
     return sizes.keys() - files.keys()
 
 

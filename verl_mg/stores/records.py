@@ -41,7 +41,7 @@ class RecordUpload:
         self._thread = threading.Thread(target=self._poll, daemon=True, name="records")
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the thread that puts them."""
         self._thread.start()
 
     def upload(self, largest: float = math.inf) -> None:
@@ -84,7 +84,7 @@ class RecordUpload:
 
 def is_record(name: str) -> bool:
     """Returns whether an object of a run, by its name, is no part of a checkpoint or model."""
-    # Models of other roles have names of their own, and no other large files.
+    # Models of other roles have other names, and no other large files.
     return not name.startswith(_NOT_RECORDS) and not name.endswith(".safetensors")
 
 

@@ -1,4 +1,4 @@
-"""URLs of object stores: what stands in the place of a local folder."""
+"""URLs of object stores, each in place of a local folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ObjectUrl:
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
+        """Name of the folder, without those above it."""
         return self.prefix.rpartition("/")[2]
 
     @property
