@@ -168,4 +168,4 @@ def part_options(options: EngineOptions, placement: EnginePlacement, part: Engin
 
 def _log(config: Config, part: EnginePart) -> Path:
     suffix = f"-node{part.nodes.rank}" if part.nodes.count > 1 else ""
-    return config.job.output / "engines" / f"{part.number}{suffix}.log"
+    return config.job.folder / "engines" / f"{part.number}{suffix}.log"

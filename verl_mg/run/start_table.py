@@ -148,7 +148,7 @@ def announce(job: RunningJob) -> StartTable:
             print("\n".join(table.lines()), flush=True)
         for line in table.warnings:
             log.warning("%s", line)
-        table.write(config.output)
+        table.write(config.folder)
     return table
 
 
