@@ -15,7 +15,7 @@ from torch.distributed import HashStore
 from tests.helpers.counted_store import CountedStore
 from tests.helpers.rank_pool import job_context
 from verl_mg.data import Prompt
-from verl_mg.engines.engine import Request, Sampling
+from verl_mg.engines.engine import Request, RolloutEngine, Sampling
 from verl_mg.engines.engine_options import EngineOptions, EngineProgram
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.engines.reports import ReportRules
@@ -32,7 +32,7 @@ SECONDS = 2.0
 PROMPT = Prompt(0, (1,), "", None, {})
 
 
-class SlowEngine:
+class SlowEngine(RolloutEngine):
     """Has two slots and completes a sample in SECONDS, and not before it may."""
 
     def __init__(self, may_complete):
@@ -41,8 +41,8 @@ class SlowEngine:
     def num_free_slots(self):
         return 2 - len(self._ends)
 
-    def num_queue_slots(self):
-        return 0
+    def health(self):
+        return True
 
     def submit(self, requests, sampling):
         self._ends |= {request.id: time.monotonic() + SECONDS for request in requests}
@@ -144,7 +144,7 @@ stream, starts, deadly = socket.socket(fileno=int(sys.argv[1])), open(os.environ
 starts.write("x")
 starts.seek(0)
 start = len(starts.read())
-stream.sendall(b'{"chosen": {}}\\n')
+stream.sendall(b'{"chosen": {}, "size": {"max_running": 4, "cache_tokens": 256}}\\n')
 for number, line in enumerate(stream.makefile("rb")):
     message = json.loads(line)
     if "call" in message:

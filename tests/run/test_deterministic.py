@@ -110,7 +110,7 @@ def test_deterministic_with_an_unseeded_server_raises(inputs):
     texts = {"device": "cpu", "model": "model", "architecture": model.architecture, "layout": "tp1"}
     sizes = {"vocab": model.vocab, "context": 64, "tp": 1, "dp": 1, "pp": 1, "max_running": 4, "nodes": 1}
     others = {"disaggregation": "null", "seeded": False, "routed": False, "shard_obstacle": ""}
-    info = ServerInfo(start="", version="", **texts, **sizes, **others)
+    info = ServerInfo(start="", version="", cache_tokens=256, **texts, **sizes, **others)
     check("http://node7", info, ServerRequirements(model, 32))
     unseeded = "job.deterministic is not supported. Start the server with --enable-deterministic-inference"
     with pytest.raises(UserError, match=unseeded):

@@ -203,6 +203,8 @@ class RolloutSetup:
     """Receives the batches for the recording of samples."""
     reward: RewardRole | None = None
     """Scores samples while others are generated; None: nothing is scored."""
+    longest: int | None = None
+    """Most tokens of a sample with its prompt, where the number of samples in flight follows the engines' load."""
     routed_shape: tuple[int, int] | None = None
     """(layers, experts per token) of the experts that engines report; None: they report none."""
     check: Callable[[Batch], None] | None = None
@@ -234,6 +236,7 @@ class Rollout(RolloutSource):
             self._on_sample,
             self._on_abort,
             restart,
+            setup.longest,
         )
 
     def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
@@ -369,11 +372,6 @@ class Rollout(RolloutSource):
             scores = self._groups.remove(groups, GroupState.DROPPED)
         if self._reward:
             self._reward.discard(scores)
-
-    def _take_counts(self) -> dict[str, float]:
-        """Returns what this rank's engine has done since the last call."""
-        engine = self._engines.engine
-        return self._worker.take_counts() | (dict(engine.take_counts()) if engine else {})
 
     def _return(self, rows: GeneratedRows) -> Batch:
         """Checks and records rows that `generate` returns."""
