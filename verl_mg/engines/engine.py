@@ -43,6 +43,8 @@ VERIFIED, GENERATED = "verifications", "generated tokens"
 RUNNING, WAITING, OBSERVED = "running requests", "waiting requests", "observations"
 # Sums over observations: tokens in the key-value cache, and its capacity in tokens.
 USED, CAPACITY = "used cache tokens", "cache capacity tokens"
+# Observations of a cache of which more than the share NEARLY is in use: the next tokens may not fit.
+FULL, NEARLY = "observations of a full cache", 0.95
 # Observations by which the limit of running requests was set (`rollout.request_limit`), sum of the limits then, and the
 # observations in each state.
 LIMITED, LIMIT = "limited observations", "request limits"
@@ -169,7 +171,8 @@ class Sample:
 
 def observed_load(running: int, waiting: int, used: int, capacity: int) -> dict[str, int]:
     """Returns the counts of an observation of the load: numbers of requests, and of tokens in the cache."""
-    return {RUNNING: running, WAITING: waiting, USED: used, CAPACITY: capacity, OBSERVED: 1}
+    full = int(used > NEARLY * capacity)
+    return {RUNNING: running, WAITING: waiting, USED: used, CAPACITY: capacity, OBSERVED: 1, FULL: full}
 
 
 def count_metrics(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
