@@ -1,12 +1,24 @@
 """The limit of an engine by its load, with an engine that is simulated token by token."""
 
 import random
+import re
 from collections import Counter
+from contextlib import closing
+from itertools import pairwise
 
 import pytest
+from torch.distributed import HashStore
 
-from verl_mg.engines.engine import observed_load
-from verl_mg.rollout.request_limit import LARGEST_STEP, SMALL_STEP, LimitState, RequestLimit
+from tests.helpers.engines import SGLANG, bring_weights, options_of
+from verl_mg.data.prompts import Prompt
+from verl_mg.engines.engine import SHRINKING, Request, Sampling, observed_load
+from verl_mg.engines.kinds import PROCESSES
+from verl_mg.engines.process_engine import ProcessEngine
+from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.rollout.engine_worker import EngineEvents, EngineWorker
+from verl_mg.rollout.groups import Group
+from verl_mg.rollout.request_limit import LARGEST_STEP, LimitState, RequestLimit
+from verl_mg.rollout.work_queue import WorkQueue
 
 LONGEST = 512
 
@@ -74,7 +86,7 @@ def test_limit_uses_the_cache_and_neither_overfills_it_nor_oscillates(cache, len
     values = engine.run(3000, limit)
     fixed.run(1500, 2 * cache // LONGEST + 2 * max(values))  # more than fit
     assert engine.num_retracted < 0.1 * fixed.num_retracted
-    largest_steps = [after / before for before, after in zip(values, values[1:], strict=False)]
+    largest_steps = [after / before for before, after in pairwise(values)]
     assert min(values) >= 1 and max(largest_steps, default=1) <= LARGEST_STEP
     settled = values[len(values) // 2 :]
     assert max(settled) <= 2 * min(settled)
@@ -104,3 +116,31 @@ def test_limit_learns_nothing_without_observations_or_from_few_samples():
         assert observe(limit, 4, 0, 0.01, range(start, start + 4)) is LimitState.GROW
     assert limit.value == 10
     assert RequestLimit(10, 100).value == 1
+
+
+@pytest.mark.nightly
+def test_sglang_retracts_requests_at_a_fixed_number_and_none_by_its_load(tmp_path):
+    sizes = {"hidden": 64, "max_positions": 256, "init_std": 0.2}
+    model = make_tiny_model(tmp_path / "model", "llama", characters="abcdefgh", **sizes)
+    # The engine takes nearly all requests at once, as if they were short; they have a token to stop at, and never do.
+    extra = {"max_total_tokens": 2048, "schedule_conservativeness": 0.05}
+    options = options_of(SGLANG, max_running=None, routed_experts=False, extra=extra)
+    sampling = Sampling(max_new_tokens=200, stop_token_ids=(3,), excluded_token_ids=(3,))
+    groups = [Group(Prompt(0, (4, 5, 6), "", None, {}), range(i, i + 4)) for i in range(0, 64, 4)]
+    store, log = HashStore(), tmp_path / "0.log"
+    with closing(ProcessEngine(PROCESSES[SGLANG], model, options, log)) as engine:
+        bring_weights(engine, model, 0)
+        assert engine.num_cache_tokens() == 2048 and engine.num_free_slots() >= 64
+        num_retracted, samples = [], []
+        for longest in (None, 203):
+            before, queue = len(log.read_text()), WorkQueue(store, f"{longest}", sampling, groups, len(groups))
+            worker = EngineWorker(
+                engine, 1, EngineEvents(store), lambda i: Request(i, (4, 5, 6), i), samples.append, samples.append,
+                longest=longest,
+            )  # fmt: skip
+            worker.add(queue)
+            worker.work_off(queue)
+            num_retracted.append(sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log.read_text()[before:]))))
+            assert worker.take_counts().get(SHRINKING, 0) == 0
+    assert num_retracted[0] > 10 and num_retracted[1] == 0, num_retracted
+    assert len(samples) == 128 and all(len(sample.tokens) == 200 for sample in samples)
