@@ -45,6 +45,7 @@ WITHOUT_MODEL = [
     ({"num_ranks": 2}, {}, "rollout.num_ranks=2: none of the job's 2 ranks is left to train. Start at least 3."),
     ({"num_ranks": 1, "engine": "hf"}, {}, "rollout.num_ranks=1: the engine hf works on the ranks of the actor."),
     ({"engine": "hf"}, {"actor": {"offload": True}}, "actor.offload=true: the engine hf works on the actor's own mem"),
+    ({"engine": "hf", "max_running_requests": "auto"}, {}, "rollout.max_running_requests=auto: the engine hf has no"),
     ({"mode": "one_step_off"}, {}, "rollout.mode=one_step_off: only engines on separate ranks generate while training"),
     ({"mode": "async", "weight_transfer": "disk", **URLS}, {}, "rollout.mode=async: servers read a folder only betw"),
     ({"mode": "async", "num_ranks": 1, "extra_prompts": 1}, {}, "rollout.mode=async: engines never wait for the last"),

@@ -151,6 +151,9 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
     Refusal(lambda c: c.rollout.mode != "sync" and not (c.rollout.has_servers or c.rollout.num_ranks),
             "rollout.mode={c.rollout.mode}: only engines on separate ranks generate while training computes. Write "
             "rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or rollout.mode=sync."),
+    Refusal(lambda c: c.rollout.fixed_requests is None and c.engine.in_rank,
+            "rollout.max_running_requests=auto: the engine {c.rollout.engine} has no cache of a fixed size, so there "
+            "is nothing to follow. Write a number, or rollout.engine=sglang or vllm."),
     *under(
         "rollout.mode=async", lambda c: c.rollout.mode == "async",
         (lambda c: c.rollout.has_servers and c.rollout.weight_transfer == "disk",

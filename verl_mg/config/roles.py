@@ -274,8 +274,10 @@ class RolloutConfig(ConfigSection):
     config.json, generation_config.json, tokenizer and chat template, on every engine."""
     max_new_tokens: PositiveInt = 256
     """Longest response, in tokens, over all turns."""
-    max_running_requests: PositiveInt = 256
-    """Samples that an engine generates at the same time."""
+    max_running_requests: PositiveInt | Literal["auto"] = 256
+    """Samples that an engine generates at the same time. auto: as many as its key-value cache is good for; the number
+    follows the engine's own measure of its cache and of waiting requests, and with `mode: async` so does how far
+    generation runs ahead, within `max_staleness`. Processes start with the engine's own largest number."""
     partial_rollout: bool = False
     """Continue samples that were aborted in the next iteration, instead of discarding them."""
     extra_prompts: int = Field(0, ge=0)
@@ -407,6 +409,11 @@ class RolloutConfig(ConfigSection):
     def limits_draws(self) -> bool:
         """Whether tokens are drawn from candidates, not from the whole vocabulary."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def fixed_requests(self) -> int | None:
+        """Samples that an engine generates at the same time; None where their number follows the engine's load."""
+        return None if self.max_running_requests == "auto" else self.max_running_requests
 
     @property
     def has_agents(self) -> bool:

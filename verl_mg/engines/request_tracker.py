@@ -32,7 +32,7 @@ ABORT_SECONDS = 10.0  # time limit of an aborted request for returning its parti
 class EngineLimits:
     """Limits and properties of an engine."""
 
-    max_running: int  # largest number of requests at the same time
+    max_running: int  # largest number of requests at the same time; 0: an engine says it when it has started
     max_positions: int  # largest number of tokens of a prompt with its response
     seeded: bool = False  # whether a sample depends only on its seed
     reads_text: bool = False  # whether it has a tokenizer, and can end a response at a string

@@ -76,7 +76,8 @@ def build_engine_group(
     """
     rollout, dtype, kind = config.rollout, actor.runner.dtype, ENGINES[config.rollout.engine].process
     if kind is None:
-        slots = rollout.max_running_requests
+        assert rollout.fixed_requests  # `check_engines` has refused another value
+        slots = rollout.fixed_requests
         engine = HFEngine(
             config.model.path, device.current_device(), dtype, slots, False, processor, decode, longest_row
         )

@@ -283,8 +283,7 @@ class RunningJob:
         if every is None or not isinstance(reference, Reference):
             return {}
         # Before an iteration, where no role call is pending. Before the first one there was no update.
-        is_due = self.iteration > 1 and (self.iteration - 1) % every == 0
-        if is_due:
+        if is_due := self.iteration > 1 and (self.iteration - 1) % every == 0:
             reference.refresh()
         return {"reference/refreshed": float(is_due)}
 
@@ -440,7 +439,7 @@ class RunningJob:
         prompts, new_tokens = () if self._evaluates_only else self.prompts, config.max_new_tokens
         longest = longest_row(prompts, {}, new_tokens, model.max_positions)
         of_test = {of_set.name: int(of_set.sampling["max_new_tokens"]) for of_set in self._sets}
-        longest_row(self.test_prompts or (), of_test, new_tokens, model.max_positions)
+        longest_test = longest_row(self.test_prompts or (), of_test, new_tokens, model.max_positions)
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens,
             temperature=config.temperature,
@@ -476,6 +475,7 @@ class RunningJob:
             records=records,
             reward=self._reward,
             columns=columns,
+            longest=max(longest, longest_test, 1) if config.fixed_requests is None else None,
             check=self._check,
         )
         if config.mode == "async":

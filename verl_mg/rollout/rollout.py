@@ -208,6 +208,8 @@ class RolloutSetup:
     """Scores samples while others are generated; None: nothing is scored."""
     columns: OptionalColumns = PLAIN
     """Columns of the rows, as far as calls do not differ in them."""
+    longest: int | None = None
+    """Most tokens of a sample with its prompt, where the number of samples in flight follows the engines' load."""
     check: Callable[[Batch], None] | None = None
     """Is called with the rows that `generate` is about to return, on all ranks, and may refuse them."""
 
@@ -237,6 +239,7 @@ class Rollout(RolloutSource):
             self._on_sample,
             self._on_abort,
             restart,
+            setup.longest,
         )
 
     def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
@@ -376,11 +379,6 @@ class Rollout(RolloutSource):
             scores = self._groups.remove(groups, GroupState.DROPPED)
         if self._reward:
             self._reward.discard(scores)
-
-    def _take_counts(self) -> dict[str, float]:
-        """Returns what this rank's engine has done since the last call."""
-        engine = self._engines.engine
-        return self._worker.take_counts() | (dict(engine.take_counts()) if engine else {})
 
     def _return(self, rows: GeneratedRows) -> Batch:
         """Checks and records rows that `generate` returns."""

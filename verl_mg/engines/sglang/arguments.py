@@ -301,7 +301,7 @@ def _on_cpu(options: EngineOptions) -> dict[str, Any]:
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
         "mem_fraction_static": 0.1,
-        "max_total_tokens": min(options.max_running * options.max_positions, CPU_KEY_VALUE_TOKENS),
+        "max_total_tokens": min(options.requests_on_cpu * options.max_positions, CPU_KEY_VALUE_TOKENS),
         # Idle engines share the cores with training.
         "sleep_on_idle": True,
         "lora_backend": "torch_native",

@@ -197,7 +197,7 @@ def _key_value_bytes(config: HFConfig, options: EngineOptions) -> int:
     heads = max(1, config.kv_heads // options.layout.tp)
     width = sum(CPU_LATENT) if config.latent else 2 * heads * config.head_dim
     blocks = -(-options.max_positions // CPU_BLOCK_TOKENS)
-    tokens = min(options.max_running * blocks * CPU_BLOCK_TOKENS, CPU_KEY_VALUE_TOKENS)
+    tokens = min(options.requests_on_cpu * blocks * CPU_BLOCK_TOKENS, CPU_KEY_VALUE_TOKENS)
     # One block is vLLM's own.
     tokens = max(tokens, blocks * CPU_BLOCK_TOKENS) + CPU_BLOCK_TOKENS
     return tokens * config.layers * width * options.dtype.itemsize
