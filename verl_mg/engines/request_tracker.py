@@ -216,9 +216,9 @@ class RequestTracker(RolloutEngine):
 
 def routed_shape(model: Path) -> tuple[int, int]:
     """Returns (layers, experts per token) of an engine's routing data; UserError for a model without experts."""
-    from verl_mg.models.hf_config import read_config
+    from verl_mg.models.transformers_module import read_any_config
 
-    config = read_config(model)
+    config = read_any_config(model)
     if config.experts is None:
         raise UserError(f"rollout.replay_routing: {model} has no experts. Set it to false.")
     return config.layers, config.experts.top_k
