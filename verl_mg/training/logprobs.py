@@ -399,7 +399,7 @@ class TeacherDivergence:
     divergence: Divergence
     layers: Sequence[OutputLayer] | None = None
     """Output layers of the teachers on this rank, by their numbers in the column TEACHER; [] where the rank scores no
-    tokens. None: only the tokens of the column TEACHER_TOP count."""
+    tokens. None: only the tokens of the column TEACHER_TOP count, see `TokenOutputs.likeliest`."""
 
     def of_tokens(self, output: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """Returns the divergence of each token, (n,) nats with gradients; `output` as of `TokenOutputs.compute`."""
@@ -415,6 +415,9 @@ class TokenOutputs:
     extra: Extra = "entropy"
     # Compare with teachers, whose columns the micro-batches have; with entropies.
     teacher: TeacherDivergence | None = None
+    # Column (2, k) of log-probs and ids of likeliest tokens in the place of each: their log-probs are outputs as well.
+    likeliest: str | None = None
+    num_likeliest: int = 0  # k, for the column of the outputs
     top: int = 0  # number of likeliest tokens, whose log-probs and ids are the output; 0: they are not
     hidden: int = 0  # size of the last hidden states, which are the output; 0: they are not
     dtype: torch.dtype = torch.float32  # data type of the column of the outputs
@@ -424,31 +427,30 @@ class TokenOutputs:
         """Dimensions of a token's entry in the column of the outputs: () where it is only a log-prob."""
         if self.hidden:
             return (self.hidden,)
-        if self.extra == "squares":
-            return (2,)
-        return (2, self.top) if self.top else ()
+        if self.top:
+            return (2, self.top)
+        lines = 1 + (self.extra is not None) + self.num_likeliest
+        return (lines,) if lines > 1 else ()
 
     def compute(self, states: Tensor, micro: MicroBatch[Any], layer: OutputLayer, temperature: float) -> Tensor:
         """Computes the outputs (lines, m) in float32 from the last hidden states (m, h) of a rank's tokens.
 
         Lines are log-probs; entropies, or sums of squares, if requested; then divergences in one line, or log-probs of
-        the k tokens of TEACHER_TOP in k lines. With `top` 2 k lines, log-probs and ids; with `hidden` h lines.
+        k likeliest tokens in k lines. With `top` 2 k lines, log-probs and ids; with `hidden` h lines.
         """
         if self.hidden:
             return states.T.float()
         draw = Draw(temperature, micro.support)
         if self.top:
             return torch.cat([part.T.float() for part in vocab_parallel_top(states, layer, draw, self.top)])
-        if self.teacher is None:
-            logprobs, other = vocab_parallel_logprobs(states, micro.targets, layer, draw, self.extra)
-            return logprobs[None] if other is None else torch.stack([logprobs, other])
-        if self.teacher.layers is None:
-            likeliest = micro.local_column(TEACHER_TOP)[:, 1].long()
-            # The candidates are further targets of the same product: one pass over the logits scores all of them.
-            targets = torch.cat([micro.targets[:, None], likeliest], 1)
-            logprobs, entropy = vocab_parallel_logprobs(states, targets, layer, draw)
-            assert entropy is not None
-            return torch.cat([logprobs[:, :1].T, entropy[None], logprobs[:, 1:].T])
+        if self.teacher is None or self.teacher.layers is None:
+            targets = micro.targets[:, None]
+            if self.likeliest is not None:
+                # Further targets of the same product: one pass over the logits scores all of them.
+                targets = torch.cat([targets, micro.local_column(self.likeliest)[:, 1].long()], 1)
+            logprobs, other = vocab_parallel_logprobs(states, targets, layer, draw, self.extra)
+            return torch.cat([logprobs[:, :1].T, *([] if other is None else [other[None]]), logprobs[:, 1:].T])
+        assert self.likeliest is None
         hidden, teachers = micro.local_column(TEACHER_HIDDEN), micro.local_column(TEACHER)
         theirs = TeacherTokens(self.teacher.divergence, self.teacher.layers, hidden, teachers)
         return torch.stack(vocab_parallel_divergence(states, micro.targets, layer, draw, theirs))
