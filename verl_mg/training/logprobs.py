@@ -14,7 +14,7 @@ derivatives s by log q:
     d log q(y) / dz = [y] - q        d H / dz = -q (log q + H)        d D / dz = s - q sum(s)
 
 Where tokens were drawn from candidates only, all of this is of the distributions over the candidates: logits of other
-tokens are EXCLUDED and have no gradient, in the chunks of logits, so that nothing else knows of candidates.
+tokens are EXCLUDED in the chunks of logits, so that their q and with it their gradient is 0, and nothing else changes.
 
 A teacher's last hidden state of a token has a few thousand numbers, its logits a hundred times as many. So hidden
 states travel, and the ranks that train the student have the teacher's output layer, with the vocabulary sharded as
@@ -371,8 +371,6 @@ class _LogProbs(torch.autograd.Function):
                 grad_logits.scatter_add_(1, local, grad_logprobs[chunk] * is_local)
             if of_divergence is not None:
                 grad_logits += of_divergence
-            if draw.support:  # the other targets may be tokens that were no candidates
-                draw.support.limit(grad_logits, chunk, layer.first_token, 0.0)
             if slope is not None:
                 grad_logits *= slope
             if layer.scale != 1:
