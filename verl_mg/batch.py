@@ -75,7 +75,7 @@ from verl_mg.images import RowImages
 
 
 class ColumnKind(IntEnum):
-    """What a column has an entry for; UNKNOWN in a batch without rows. A token has `support_sizes` candidates."""
+    """Unit of a column's entries; UNKNOWN in a batch without rows. A token has `support_sizes` candidates."""
 
     UNKNOWN = 0
     SEQUENCE = 1

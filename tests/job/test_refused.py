@@ -65,8 +65,8 @@ WITHOUT_MODEL = [
     ({"engine": "hf", "delta": True}, {}, "rollout.delta=true: only SGLang can receive changes instead of all weights"),
     ({"delta": True, **URLS}, {}, "rollout.delta=true: servers receive only shards or files so, and rollout.weight_tr"),
     ({"delta": True}, {}, "rollout.delta=true: engines that sleep lose the weights that changes refer to."),
-    *(({"top_p": 0.9}, {"algorithm": RecipeConfig(), "teachers": {"a": teacher}}, "algorithm.support=sampled: teachers.a."
-       f"{key} scores tokens of the whole vocabulary. Write algorithm.support=policy or full.")
+    *(({"top_p": 0.9}, {"algorithm": RecipeConfig(), "teachers": {"a": teacher}}, "algorithm.support=sampled: teach"
+       f"ers.a.{key} scores tokens of the whole vocabulary. Write algorithm.support=policy or full.")
       for key, teacher in (("url", {"url": "http://a:1"}), ("tokenizer", {"path": "a", "tokenizer": "b"}))),
     ({"top_k": 9}, {"algorithm": GkdConfig(support="policy")}, "algorithm.support=policy: algorithm.divergence comp"),
     (DRAFT | {"top_p": 0.9}, {"algorithm": RecipeConfig()}, "algorithm.support=sampled: with rollout.sglang."

@@ -31,6 +31,7 @@ RISING = ("algorithm.kl.target=1e-9", "algorithm.kl.horizon=1000")
 # Steps so large that ratios and values leave any bound.
 SMALL, LARGE = "1e-6", "9.0"
 CHANGES = {
+    "support": Change(("full",), ("rollout.top_p=0.5",)),
     "prompts_per_iteration": Change(("4",)),
     "pairs_per_iteration": Change(("4",)),
     "examples_per_iteration": Change(("4",)),

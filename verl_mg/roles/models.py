@@ -251,14 +251,13 @@ class Policy(Role):
     def compute_logprobs(self, batch: Batch, squares: bool = False) -> Tensor:
         """Returns log p of every token under the loss mask, in nats: a float32 token column with 0 elsewhere.
 
-        The distribution is softmax(logits / temperature), without top-k and top-p.
+        The distribution is softmax(logits / temperature), over the candidates of each draw where the batch has them.
 
-        With `squares` entries are (2,), a log-prob and the sum of the squared probabilities of the vocabulary. The
-        actor's have k more numbers where the batch has `sampler_top`: log-probs of its tokens.
+        Entries of the actor have k more numbers where the batch has `sampler_top`: log-probs of its tokens.
 
         Args:
             batch: rows of this rank.
-            squares: whether entries have the sum of squares.
+            squares: whether entries are (2,), a log-prob and the sum of the squared probabilities of all tokens.
         """
         outputs = self._batching.with_likeliest(SQUARES if squares else LOGPROBS, batch)
         return self.forward(batch, "compute_logprobs", outputs=outputs)

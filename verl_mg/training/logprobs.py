@@ -96,13 +96,13 @@ class OutputLayer:
 
 @dataclass(frozen=True)
 class Draw:
-    """How tokens were drawn from the logits in their places, to which log-probs refer."""
+    """Distribution that tokens were drawn from, by their logits."""
 
     temperature: float  # divisor of the logits
     support: Support | None = None  # candidates; None: all of the vocabulary
 
     def scale(self, logits: Tensor, chunk: slice, layer: OutputLayer, excluded: float = EXCLUDED) -> Tensor:
-        """Makes a chunk's logits (tokens, real_rows) of a layer those of the distribution, in place."""
+        """Scales and limits a chunk's logits (tokens, real_rows) of a layer as for the draw, in place."""
         scaled = logits if self.temperature == 1 else logits.div_(self.temperature)
         return self.support.limit(scaled, chunk, layer.first_token, excluded) if self.support else scaled
 

@@ -15,9 +15,11 @@ from verl_mg.config.checks import Refusal, under
 from verl_mg.engines.engine_options import EXACT_TRITON, EngineCase, EngineOptions, in_float32, inherited_environment
 from verl_mg.engines.sglang.weight_loader import LOADER
 from verl_mg.models.hf_config import HFConfig
-from verl_mg.models.transformers_module import read_any_config
 from verl_mg.reshard.encoding import Wire
 
+# Largest number of candidates of a token that engines report, more than a vocabulary has; `return_all_candidates` has
+# them pack only those that there are.
+MAX_CANDIDATES = 2**24
 CPU_TILE = 32  # on the CPU, SGLang pads widths of matrices to multiples of this on each rank
 CPU_KEY_VALUE_TOKENS = 2**16  # largest key-value cache of an engine on the CPU, in tokens
 # Field `quantization_config` with which SGLang builds its model for each `rollout.wire`.
@@ -114,7 +116,7 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
         "pp_size": layout.pp,
         "ep_size": layout.ep,
         "max_running_requests": options.max_running,
-        "sampling_mask_max_tokens": read_any_config(model).vocab,  # largest number of candidates that it reports
+        "sampling_mask_max_tokens": MAX_CANDIDATES,
         "random_seed": options.seed,
         # The weights arrive as training or the encoder has them, not as the checkpoint does.
         "json_model_override_args": json.dumps({"quantization_config": QUANTIZATIONS[options.wire]}),
