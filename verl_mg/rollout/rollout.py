@@ -363,10 +363,10 @@ class Rollout(RolloutSource):
         """Returns this rank's rows of groups, each sent by the rank that generated it, and removes the groups."""
         buffer = self._groups
         score_ids = buffer.score_ids if self._reward else None
-        reported = {"has_support": sampling.reports_support, "num_top": sampling.top_logprobs}
+        columns = self._setup.columns
+        columns = replace(columns, has_support=sampling.reports_support, num_top=sampling.top_logprobs)
         with self._worker.stopped():
-            known = (score_ids, self._engines.version, replace(self._setup.columns, **reported))
-            rows = group_rows(groups, buffer.completed, *known)
+            rows = group_rows(groups, buffer.completed, score_ids, self._engines.version, columns)
             buffer.remove(groups, GroupState.RETURNED)  # their scores stay until `RewardRole.wait`
         # Fixed shares give each rank whole groups. Groups of earlier calls, or not all of a call, would be uneven.
         if is_whole_call and self._engines.rows_are_local:
