@@ -150,7 +150,7 @@ def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True)
 class StageSelections:
-    """Selections that cross the bounds of a pipeline chunk, beside the hidden states of its tokens.
+    """Selections that cross the bounds of a pipeline chunk with the hidden states of its tokens.
 
     The bits of a token's selection follow its hidden state as more elements of the same type:
 

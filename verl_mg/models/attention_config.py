@@ -105,7 +105,7 @@ class IndexerConfig:
 
 
 def parse_indexer(raw: dict[str, Any], layers: int, where: str) -> IndexerConfig:
-    """Parses the fields of sparse attention; UserError where the first layer or queries lack what they need."""
+    """Parses the fields of sparse attention; UserError where the first layer has no indexer or queries no low rank."""
     interleaved = raw["model_type"] == "glm_moe_dsa"
     if bool(raw.get("indexer_rope_interleave")) != interleaved:
         raise UserError(
