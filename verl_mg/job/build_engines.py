@@ -12,6 +12,7 @@ from verl_mg.config import Config
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.distributed.launcher import Launcher
+from verl_mg.engines.engine import Sampling
 from verl_mg.engines.engine_attachment import NO_ENGINE, EngineAttachment
 from verl_mg.engines.engine_nodes import FollowingNode, LeadingNode, node_address
 from verl_mg.engines.engine_options import AdapterSettings, EngineNodes, EngineOptions
@@ -52,6 +53,23 @@ def engine_part(placement: EnginePlacement, rank: int, node: int) -> EnginePart 
         if rank in firsts:
             return EnginePart(number, EngineNodes(len(firsts), firsts.index(rank)))
     return None
+
+
+def training_sampling(config: Config, stop_token_ids: tuple[int, ...], excluded: tuple[int, ...]) -> Sampling:
+    """Returns the sampling of training; a context with an `excluded` token, a placeholder of an image, is invalid."""
+    rollout = config.rollout
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop_token_ids=stop_token_ids,
+        stop=tuple(rollout.stop),
+        excluded_token_ids=excluded,
+        returns_support=config.algorithm.support != "full",
+        top_logprobs=config.sampler_top,
+    )
 
 
 def with_stop_strings(decode: Decode, wrap: WrapEngine) -> WrapEngine:

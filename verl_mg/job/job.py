@@ -47,7 +47,7 @@ from verl_mg.data.images import ImageLimits
 from verl_mg.data.stop_tokens import read_stop_tokens
 from verl_mg.data.template_options import check_options_are_used, set_template_options
 from verl_mg.distributed import collectives
-from verl_mg.engines import RolloutEngine, Sampling
+from verl_mg.engines import RolloutEngine
 from verl_mg.engines.request_tracker import routed_shape
 from verl_mg.engines.stop_strings import decoder
 from verl_mg.errors import UserError
@@ -55,6 +55,7 @@ from verl_mg.job.build_agents import agent_wrapper, turns_wrapper
 from verl_mg.job.build_engines import (
     build_engine_group,
     passed_choices,
+    training_sampling,
     with_stop_strings,
 )
 from verl_mg.job.build_models import TEACHERS, ModelRoleBuilder
@@ -440,19 +441,8 @@ class RunningJob:
         longest = longest_row(prompts, {}, new_tokens, model.max_positions)
         of_test = {of_set.name: int(of_set.sampling["max_new_tokens"]) for of_set in self._sets}
         longest_test = longest_row(self.test_prompts or (), of_test, new_tokens, model.max_positions)
-        sampling = Sampling(
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            stop_token_ids=self._stops.ids,
-            stop=tuple(config.stop),
-            returns_support=self.config.algorithm.support != "full",
-            # A context with a placeholder that has no image is invalid, so the policy must not draw one.
-            excluded_token_ids=self.processor.placeholder_ids if self.processor else (),
-            top_logprobs=self.config.sampler_top,
-        )
+        excluded = self.processor.placeholder_ids if self.processor else ()
+        sampling = training_sampling(self.config, self._stops.ids, excluded)
         if config.has_agents:
             limits = ImageLimits(self.config.data.max_image_pixels, self.config.data.max_images)
             wrap = agent_wrapper(config, self.tokenizer, self._stops.ids, model.max_positions, self.processor, limits)
