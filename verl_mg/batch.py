@@ -27,6 +27,9 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | rollout_logprobs, old_logprobs, ref_logprobs | token | log-prob of token t at entry t; 0 outside the mask |
 | policy_versions | token, int64 | the weights that wrote the token; -1 where none did |
 | old_outputs | token | (2,) a token: `old_logprobs`, and the sum of the squared probabilities of the vocabulary |
+| sampler_top | token | (2, k) a token: log-probs and ids of the tokens that the engine found likeliest there |
+| old_top | token | (k,) a token: log-probs of these tokens by the policy that `old_logprobs` are of |
+| centering | token | (1 + k,) a token: factors of the tail and of these tokens in score centering |
 | values, advantages, returns | token | of token t at entry t |
 | correction | token | weight of token t's loss against the mismatch of rollout and training; 0 outside the mask |
 | correction_below, correction_above | token | 1 where the ratio of that weight is out of its bounds |
@@ -72,7 +75,7 @@ from verl_mg.images import RowImages
 
 
 class ColumnKind(IntEnum):
-    """What a column has an entry for; UNKNOWN in a batch without rows. A token has `support_sizes` candidates."""
+    """Unit of a column's entries; UNKNOWN in a batch without rows. A token has `support_sizes` candidates."""
 
     UNKNOWN = 0
     SEQUENCE = 1
@@ -83,7 +86,7 @@ class ColumnKind(IntEnum):
 SUPPORT_SIZES, SUPPORT_IDS = "support_sizes", "support_ids"
 TOKEN_COLUMNS = frozenset(
     {"tokens", "loss_mask", "policy_versions", "rollout_logprobs", "old_logprobs", "ref_logprobs"}
-    | {"old_outputs"}
+    | {"old_outputs", "sampler_top", "old_top", "centering"}
     | {"teacher_logprobs", "teacher_top", "teacher_hidden"}
     | {"values", "advantages", "returns", "routed_experts", SUPPORT_SIZES}
     | {"correction", "correction_below", "correction_above", "correction_rejected"}

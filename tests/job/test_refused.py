@@ -39,6 +39,7 @@ STACKED, INDEXED, LINEAR = "gpt_oss", "glm_moe_dsa", "qwen3_next"
 BF16 = {"dtype": "bfloat16"}
 URLS = {"urls": ["http://a:1"]}
 DRAFT = {"sglang": {"speculative_algorithm": "EAGLE"}, "sleep": False}
+CENTRED = {"algorithm": SimpleNamespace(support="full", off_policy=SimpleNamespace(score_centering=8))}
 
 WITHOUT_MODEL = [
     ({"num_ranks": 2}, {}, "rollout.num_ranks=2: none of the job's 2 ranks is left to train. Start at least 3."),
@@ -64,8 +65,8 @@ WITHOUT_MODEL = [
     ({"engine": "hf", "delta": True}, {}, "rollout.delta=true: only SGLang can receive changes instead of all weights"),
     ({"delta": True, **URLS}, {}, "rollout.delta=true: servers receive only shards or files so, and rollout.weight_tr"),
     ({"delta": True}, {}, "rollout.delta=true: engines that sleep lose the weights that changes refer to."),
-    *(({"top_p": 0.9}, {"algorithm": RecipeConfig(), "teachers": {"a": teacher}}, "algorithm.support=sampled: teachers.a."
-       f"{key} scores tokens of the whole vocabulary. Write algorithm.support=policy or full.")
+    *(({"top_p": 0.9}, {"algorithm": RecipeConfig(), "teachers": {"a": teacher}}, "algorithm.support=sampled: teach"
+       f"ers.a.{key} scores tokens of the whole vocabulary. Write algorithm.support=policy or full.")
       for key, teacher in (("url", {"url": "http://a:1"}), ("tokenizer", {"path": "a", "tokenizer": "b"}))),
     ({"top_k": 9}, {"algorithm": GkdConfig(support="policy")}, "algorithm.support=policy: algorithm.divergence comp"),
     (DRAFT | {"top_p": 0.9}, {"algorithm": RecipeConfig()}, "algorithm.support=sampled: with rollout.sglang."
@@ -89,6 +90,8 @@ WITHOUT_MODEL = [
     (DRAFT | {"sharding_table": "t"}, {}, "rollout.sglang.speculative_algorithm: a file with a table has no draft"),
     (DRAFT | {"delta": True}, {}, "rollout.sglang.speculative_algorithm: a draft model does not receive changes, only"),
     (DRAFT | {"wire": "fp8_block"}, {}, "rollout.sglang.speculative_algorithm: SGLang has no quantized projection"),
+    ({"temperature": 0}, CENTRED, "algorithm.off_policy.score_centering: a greedy rollout draws from no distribution."),
+    ({"top_p": 0.9}, CENTRED, "algorithm.off_policy.score_centering: the distribution that samples are drawn from is"),
     ({"agent": "a:run", "tools": ["t:f"]}, {}, "rollout.tools: agents call tools themselves. Leave it out, or leave"),
     ({"agent": "a:run", "partial_rollout": True}, {}, "rollout.partial_rollout=true: an agent that was stopped cannot"),
 ]  # fmt: skip

@@ -81,3 +81,14 @@ def test_run_on_the_whole_vocabulary_has_no_candidates(ranks, tasks, tmp_path, a
     for row, of_candidates in zip(rows, limited, strict=True):
         gained = [b - a for a, b in zip(row["old_logprobs"], of_candidates["old_logprobs"], strict=True)]
         assert min(gained) > -1e-6 and max(gained) > 0.01
+
+
+@pytest.mark.parametrize("top_k", ["null", pytest.param("6", marks=pytest.mark.nightly)])
+def test_divergence_from_a_teacher_is_over_the_candidates_of_both(ranks, tasks, tmp_path, top_k):
+    overrides = [f"reference.path={tasks(0) / 'model'}", f"algorithm.divergence.top_k={top_k}", *SIZES[:3]]
+    lines = tiny_run(ranks, "gkd", tasks(0), tmp_path / "run", [*overrides, *LIMITS], count=1)
+    # The teacher is the student before its first step.
+    assert abs(lines[0]["actor/divergence"]) < 1e-6 and lines[0]["actor/grad_norm"] < 1e-5
+    mixed = [*overrides[1:], *LIMITS, "job.iterations=1", f"reference.path={tasks(0) / 'mixture'}"]
+    (line,) = tiny_run(ranks, "gkd", tasks(0), tmp_path / "other", mixed, count=1)
+    assert line["actor/divergence"] > 1e-3 and line["actor/grad_norm"] > 1e-3

@@ -258,6 +258,14 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
         (lambda c: c.rollout.wire != "cast",
          "SGLang has no quantized projection of a draft model. Write rollout.wire=cast."),
     ),
+    *under(
+        "algorithm.off_policy.score_centering", lambda c: c.config.sampler_top,
+        (lambda c: c.rollout.temperature == 0,
+         "a greedy rollout draws from no distribution. Set rollout.temperature above 0, or leave it out."),
+        # The engine's log-probs are then over all tokens, and not over those that it drew from.
+        (lambda c: c.rollout.limits_draws and c.support == "full",
+         "the distribution that samples are drawn from is not known with algorithm.support=full. Write sampled."),
+    ),
     Refusal(lambda c: c.rollout.has_agents and c.rollout.tools,
             "rollout.tools: agents call tools themselves. Leave it out, or leave rollout.agent out."),
     # An agent has effects outside the job, which cannot be continued: an aborted one begins again.

@@ -225,6 +225,11 @@ class Config(ConfigSection):
         return iterations * steps
 
     @property
+    def sampler_top(self) -> int:
+        """Number of likeliest tokens whose log-probs engines return with each token, for score centering."""
+        return getattr(getattr(self.algorithm, "off_policy", None), "score_centering", None) or 0
+
+    @property
     def ends_at_strings(self) -> bool:
         """Whether samples can end at stop strings; requests of agents may contain some."""
         of_sets = [of_set.stop for of_set in self.data.test.values()] if isinstance(self.data.test, dict) else []

@@ -81,11 +81,10 @@ def _quantized(job: VerlJob) -> Values:
 
 
 def _sampling(job: VerlJob) -> Values:
-    return {
-        "rollout.temperature": job["aorr.rollout.temperature"],
-        "rollout.top_p": job["aorr.rollout.top_p"],
-        "rollout.top_k": max(job.integer("aorr.rollout.top_k"), 0),
-    }
+    top_p, top_k = job["aorr.rollout.top_p"], max(job.integer("aorr.rollout.top_k"), 0)
+    values = {"rollout.temperature": job["aorr.rollout.temperature"], "rollout.top_p": top_p, "rollout.top_k": top_k}
+    limited = (top_p < 1 or top_k > 0) and values["rollout.temperature"] > 0
+    return values | ({"algorithm.support": "full"} if limited else {})
 
 
 def _evaluation(job: VerlJob) -> Values:
@@ -157,8 +156,9 @@ def _resume(job: VerlJob) -> Values:
 RUN = (
     Row(("aorr.rollout.name",), ("rollout.engine",), _engine,
         "`sglang` or `vllm`, with `rollout.python` where the engine has a separate environment; or `hf`"),
-    Row(keys_of("aorr.rollout: temperature top_p top_k"), keys_of("rollout: temperature top_p top_k"), _sampling,
-        "off is 0, not -1"),
+    Row(keys_of("aorr.rollout: temperature top_p top_k"),
+        keys_of("rollout: temperature top_p top_k", "algorithm: support"), _sampling,
+        "off is 0, not -1; with limits `full`, as there: all tokens are trained, sampled or not"),
     Row(keys_of("aorr.rollout: tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size "
                 "expert_parallel_size"), ("rollout.layout",), _layout, "`tp8-ep8`; 2 there, 1 here"),
     same("aorr.rollout.gpu_memory_utilization", "rollout.memory_fraction",

@@ -25,6 +25,7 @@ from verl_mg.roles.models import (
     UnadaptedPolicy,
 )
 from verl_mg.roles.role import Batching, Role
+from verl_mg.training.microbatch import SAMPLER_TOP
 from verl_mg.training.model_spec import ModelSpec
 
 MODEL_ROLES: dict[str, type[Role]] = {
@@ -93,7 +94,10 @@ class ModelRoleBuilder:
         section, kind, context = self._section(role), kind_of(role), self._context
         support = self._config.algorithm.support
         on_support = support == "sampled" or (support == "policy" and role == "actor")
-        batching = Batching(self._config.rollout.temperature, section.tokens_per_micro_batch, on_support)
+        likeliest = SAMPLER_TOP if role == "actor" and self._config.sampler_top else None
+        batching = Batching(
+            self._config.rollout.temperature, section.tokens_per_micro_batch, on_support=on_support, likeliest=likeliest
+        )
         # With LoRA the weights under the adapters are the reference: a second copy of the model is not needed.
         if role == "reference" and "actor" in self._built and self._config.reference_is_unadapted_actor:
             return UnadaptedPolicy(self._built["actor"], batching, role, context)

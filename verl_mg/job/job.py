@@ -434,7 +434,7 @@ class RunningJob:
         return RewardRole(scorer, self.sample_texts, self.context, records, model, has_agents, of_sources)
 
     def _build_rollout(self, records: list[RolloutRecord], learns: bool) -> Rollout:
-        config, model = self.config.rollout, self._model
+        config, model, decode = self.config.rollout, self._model, decoder(self.tokenizer)
         prompts, new_tokens = () if self._evaluates_only else self.prompts, config.max_new_tokens
         longest = longest_row(prompts, {}, new_tokens, model.max_positions)
         of_test = {of_set.name: int(of_set.sampling["max_new_tokens"]) for of_set in self._sets}
@@ -450,14 +450,13 @@ class RunningJob:
             returns_support=self.config.algorithm.support != "full",
             # A context with a placeholder that has no image is invalid, so the policy must not draw one.
             excluded_token_ids=self.processor.placeholder_ids if self.processor else (),
+            top_logprobs=self.config.sampler_top,
         )
         if config.has_agents:
             limits = ImageLimits(self.config.data.max_image_pixels, self.config.data.max_images)
-            stop_ids = sampling.stop_token_ids
-            wrap = agent_wrapper(config, self.tokenizer, stop_ids, model.max_positions, self.processor, limits)
+            wrap = agent_wrapper(config, self.tokenizer, self._stops.ids, model.max_positions, self.processor, limits)
         else:
             wrap = self._with_tools()
-        decode = decoder(self.tokenizer)
         if self.config.ends_at_strings:
             wrap = with_stop_strings(decode, wrap)
         self._engines = engines = build_engine_group(

@@ -25,7 +25,7 @@ from verl_mg.rows.dispatch import gather_rows, scatter_column
 from verl_mg.rows.plan import INDEXED_COLUMNS, ColumnPart, ColumnSchema, Fingerprint, RowIndex
 from verl_mg.sharding.model_table import Head
 from verl_mg.training.logprobs import LOGPROBS, TokenOutputs
-from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH
+from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH, TEACHER_TOP
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.runner import Runner
 
@@ -97,6 +97,16 @@ class Batching:
     """On all ranks of a context-parallel group together."""
     on_support: bool = True
     """Whether distributions are over the candidates of each draw, in batches that have them."""
+    likeliest: str | None = None
+    """Column of likeliest tokens whose log-probs are computed as well, in batches that have it; None: there is none."""
+
+    def with_likeliest(self, outputs: TokenOutputs, batch: Batch) -> TokenOutputs:
+        """Returns outputs with the log-probs of likeliest tokens: of the teacher to compare with, or of the sampler."""
+        teacher = outputs.teacher
+        name = TEACHER_TOP if teacher is not None and teacher.layers is None else self.likeliest
+        if name is None or name not in batch:
+            return outputs
+        return replace(outputs, likeliest=name, num_likeliest=batch[name].shape[-1])
 
 
 class Role:
@@ -150,7 +160,8 @@ class Role:
         self._context.offload.release_engines()  # on all ranks: engines of several ranks have a barrier there
         with self._context.timer("row_dispatch"):
             # Other columns need not travel; and calls that depend on the same columns share the transfer.
-            rows = batch.select_columns((*FORWARD_COLUMNS, *PREFIX_COLUMNS))
+            further = () if outputs.likeliest is None else (outputs.likeliest,)
+            rows = batch.select_columns((*FORWARD_COLUMNS, *PREFIX_COLUMNS, *further))
             if mask is not None:
                 rows["loss_mask"] = mask
             index = self._index(batch, rows)

@@ -177,7 +177,7 @@ class MismatchCheck:
         bound, mask = self._bound, batch["loss_mask"] & (batch["policy_versions"] == self._actor.num_updates)
         if bound is None or not any(all_gather_json(bool(mask.any()))):
             return False
-        ours, theirs = policy.compute_logprobs(batch), batch["rollout_logprobs"]
+        ours, theirs = policy.forward(batch, "compute_logprobs"), batch["rollout_logprobs"]
         statistics = mismatch.statistics(ours, theirs, mask, batch.positions)
         reports = all_gather_json([statistics, _worst_sample(batch, ours, mask)])
         whole = mismatch.merge(report[0] for report in reports)

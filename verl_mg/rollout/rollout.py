@@ -241,7 +241,7 @@ class Rollout(RolloutSource):
         self._context.executor.require_outside_block("rollout.generate_for_eval")
         groups = self._groups.add_evaluation(prompts, num_samples, self._first_evaluation_number)
         # Nothing trains on these samples.
-        drawn = replace(self._sampling, returns_support=False, **sampling)
+        drawn = replace(self._sampling, returns_support=False, top_logprobs=0, **sampling)
         call = self._start(groups, len(groups), drawn)
         self._wait_for(call)
         with self._context.timer("row_dispatch"):
@@ -358,7 +358,8 @@ class Rollout(RolloutSource):
         buffer = self._groups
         score_ids = buffer.score_ids if self._reward else None
         with self._worker.stopped():
-            known = (score_ids, self._engines.version, self._setup.routed_shape, sampling.reports_support)
+            reported = (sampling.reports_support, sampling.top_logprobs)
+            known = (score_ids, self._engines.version, self._setup.routed_shape, *reported)
             rows = group_rows(groups, buffer.completed, *known)
             buffer.remove(groups, GroupState.RETURNED)  # their scores stay until `RewardRole.wait`
         # Fixed shares give each rank whole groups. Groups of earlier calls, or not all of a call, would be uneven.
@@ -421,6 +422,7 @@ def group_rows(
     policy_version: int,
     routed_shape: tuple[int, int] | None = None,
     has_support: bool = False,
+    num_top: int = 0,
 ) -> GeneratedRows:
     """Returns the rows of the samples that this rank's engine has generated; groups are in the order of their ids.
 
@@ -430,7 +432,7 @@ def group_rows(
     pairs = [(group, i) for group in groups for i in group.ids if i in completed]
     samples = [replace(completed[i], id=sample_number(i)) for _, i in pairs]
     prompts = [group.prompt for group, _ in pairs]
-    batch = samples_to_batch(prompts, samples, policy_version, routed_shape, has_support)
+    batch = samples_to_batch(prompts, samples, policy_version, routed_shape, has_support, num_top)
     pair_of = {sample_number(i): (group, i) for group, i in pairs}
     of_rows = [pair_of[number] for number in batch["trajectory"].tolist()]
     batch["group"] = torch.tensor([sample_number(group.ids.start) for group, _ in of_rows], dtype=torch.int64)

@@ -17,11 +17,11 @@ from verl_mg.batch import SUPPORT_IDS, SUPPORT_SIZES, Batch, ColumnKind
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_to_all_json
 from verl_mg.engines.engine import Sample
-from verl_mg.engines.sampled_support import SampledSupport, join_supports
+from verl_mg.engines.sampled_support import SampledSupport, join_supports, join_tops
 from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, ConversationTurn, Segment, Trajectory
 from verl_mg.errors import UserError
 from verl_mg.rewards import Reward
-from verl_mg.training.microbatch import TEACHER_HIDDEN, TEACHER_TOP
+from verl_mg.training.microbatch import SAMPLER_TOP, TEACHER_HIDDEN, TEACHER_TOP
 
 Conversation = Mapping[str, Any]
 """Trajectory without its tokens: turns, sizes of the segments, log, error, and the reward of the agent.
@@ -51,6 +51,7 @@ def samples_to_batch(
     policy_version: int,
     routed_shape: tuple[int, int] | None = None,
     has_support: bool = False,
+    num_top: int = 0,
 ) -> Batch:
     """Returns rows of context and response, without the columns `group` and `generated_by`.
 
@@ -67,6 +68,7 @@ def samples_to_batch(
     `policy_version` is for rows without generated tokens. `routed_shape` is (layers, experts per token); with it all
     ranks have the column `routed_experts`, also where their samples report none. `has_support`: so have all ranks the
     columns of the support, and UserError where an engine did not report the candidates of a token, or not the token.
+    `num_top`, the number of likeliest tokens that samples have: likewise the column `sampler_top`.
     """
     pairs = enumerate(zip(prompts, samples, strict=True))
     rows = [row for i, (prompt, sample) in pairs for row in _rows_of(i, prompt, sample)]
@@ -99,6 +101,8 @@ def samples_to_batch(
         batch["routed_experts"] = torch.cat([none, *(_routed(part, none) for part in parts)])
     if has_support:
         _put_support(batch, parts)
+    if num_top:
+        _put_top(batch, parts, num_top)
     return batch
 
 
@@ -122,6 +126,21 @@ def _put_support(batch: Batch, parts: Sequence[Segment]) -> None:
     batch.put(SUPPORT_IDS, support.ids, ColumnKind.CANDIDATE)
 
 
+def _put_top(batch: Batch, parts: Sequence[Segment], num_top: int) -> None:
+    """Adds the likeliest tokens of the distributions that tokens were drawn from."""
+    top = torch.zeros(batch.total_tokens, 2, num_top)
+    top[:, 0] = -torch.inf
+    if (joined := join_tops([(len(part.tokens), part.top) for part in parts])) is not None:
+        top[:, :, : joined.shape[2]] = joined
+    silent = batch.sequence_ids[batch["loss_mask"] & ~top[:, 0, 0].isfinite()]
+    if len(silent):
+        raise UserError(
+            f"algorithm.off_policy.score_centering: the engine of sample_id {int(batch['sample_id'][silent[0]])} "
+            "reported tokens without the likeliest ones. Leave it out, or choose another rollout.engine."
+        )
+    batch.put(SAMPLER_TOP, top, ColumnKind.TOKEN)
+
+
 def row_id(trajectory: int, segment: int) -> int:
     """Returns the sample id of an agent's row, which is unique over all segments of all trajectories."""
     assert segment < MAX_SEGMENTS, f"sample {trajectory}: engines must not begin segment {segment}"
@@ -137,7 +156,10 @@ def _rows_of(number: int, prompt: Prompt, sample: Sample) -> Iterator[_Row]:
         tokens, images = (*prompt.tokens, *sample.tokens), (*prompt.load_images(), *sample.images)
         reported = (sample.logprobs, sample.policy_versions, truncated)
         support = join_supports([(len(prompt.tokens), None), (len(sample.tokens), sample.support)])
-        whole = Segment(tokens, *reported, routed_experts=sample.routed_experts, support=support, images=images)
+        top = join_tops([(len(prompt.tokens), None), (len(sample.tokens), sample.top)])
+        whole = Segment(
+            tokens, *reported, routed_experts=sample.routed_experts, support=support, top=top, images=images
+        )
         yield _Row(number, row, whole, len(prompt.tokens), row)
         return
     for i, part in enumerate(trajectory.segments):

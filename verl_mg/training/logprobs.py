@@ -14,7 +14,7 @@ derivatives s by log q:
     d log q(y) / dz = [y] - q        d H / dz = -q (log q + H)        d D / dz = s - q sum(s)
 
 Where tokens were drawn from candidates only, all of this is of the distributions over the candidates: logits of other
-tokens are EXCLUDED and have no gradient, in the chunks of logits, so that nothing else knows of candidates.
+tokens are EXCLUDED in the chunks of logits, so that their q and with it their gradient is 0, and nothing else changes.
 
 A teacher's last hidden state of a token has a few thousand numbers, its logits a hundred times as many. So hidden
 states travel, and the ranks that train the student have the teacher's output layer, with the vocabulary sharded as
@@ -96,13 +96,13 @@ class OutputLayer:
 
 @dataclass(frozen=True)
 class Draw:
-    """How tokens were drawn from the logits in their places, to which log-probs refer."""
+    """Distribution that tokens were drawn from, by their logits."""
 
     temperature: float  # divisor of the logits
     support: Support | None = None  # candidates; None: all of the vocabulary
 
     def scale(self, logits: Tensor, chunk: slice, layer: OutputLayer, excluded: float = EXCLUDED) -> Tensor:
-        """Makes a chunk's logits (tokens, real_rows) of a layer those of the distribution, in place."""
+        """Scales and limits a chunk's logits (tokens, real_rows) of a layer as for the draw, in place."""
         scaled = logits if self.temperature == 1 else logits.div_(self.temperature)
         return self.support.limit(scaled, chunk, layer.first_token, excluded) if self.support else scaled
 
@@ -371,8 +371,6 @@ class _LogProbs(torch.autograd.Function):
                 grad_logits.scatter_add_(1, local, grad_logprobs[chunk] * is_local)
             if of_divergence is not None:
                 grad_logits += of_divergence
-            if draw.support:  # the other targets may be tokens that were no candidates
-                draw.support.limit(grad_logits, chunk, layer.first_token, 0.0)
             if slope is not None:
                 grad_logits *= slope
             if layer.scale != 1:
@@ -388,7 +386,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _pick(logits: Tensor, local: Tensor, is_local: Tensor) -> Tensor:
-    """Returns the logits of candidates (n, c) that are in this shard, 0 for the others."""
+    """Returns the logits of targets (n, c) that are in this shard, 0 for the others."""
     if logits.shape[1] == 0:
         return logits.new_zeros(local.shape)
     return logits.gather(1, local) * is_local
@@ -401,7 +399,7 @@ class TeacherDivergence:
     divergence: Divergence
     layers: Sequence[OutputLayer] | None = None
     """Output layers of the teachers on this rank, by their numbers in the column TEACHER; [] where the rank scores no
-    tokens. None: only the tokens of the column TEACHER_TOP count."""
+    tokens. None: only the tokens of the column TEACHER_TOP count, see `TokenOutputs.likeliest`."""
 
     def of_tokens(self, output: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """Returns the divergence of each token, (n,) nats with gradients; `output` as of `TokenOutputs.compute`."""
@@ -417,6 +415,9 @@ class TokenOutputs:
     extra: Extra = "entropy"
     # Compare with teachers, whose columns the micro-batches have; with entropies.
     teacher: TeacherDivergence | None = None
+    # Column (2, k) of log-probs and ids of likeliest tokens in the place of each: their log-probs are outputs as well.
+    likeliest: str | None = None
+    num_likeliest: int = 0  # k, for the column of the outputs
     top: int = 0  # number of likeliest tokens, whose log-probs and ids are the output; 0: they are not
     hidden: int = 0  # size of the last hidden states, which are the output; 0: they are not
     dtype: torch.dtype = torch.float32  # data type of the column of the outputs
@@ -426,31 +427,30 @@ class TokenOutputs:
         """Dimensions of a token's entry in the column of the outputs: () where it is only a log-prob."""
         if self.hidden:
             return (self.hidden,)
-        if self.extra == "squares":
-            return (2,)
-        return (2, self.top) if self.top else ()
+        if self.top:
+            return (2, self.top)
+        lines = 1 + (self.extra is not None) + self.num_likeliest
+        return (lines,) if lines > 1 else ()
 
     def compute(self, states: Tensor, micro: MicroBatch[Any], layer: OutputLayer, temperature: float) -> Tensor:
         """Computes the outputs (lines, m) in float32 from the last hidden states (m, h) of a rank's tokens.
 
         Lines are log-probs; entropies, or sums of squares, if requested; then divergences in one line, or log-probs of
-        the k tokens of TEACHER_TOP in k lines. With `top` 2 k lines, log-probs and ids; with `hidden` h lines.
+        k likeliest tokens in k lines. With `top` 2 k lines, log-probs and ids; with `hidden` h lines.
         """
         if self.hidden:
             return states.T.float()
         draw = Draw(temperature, micro.support)
         if self.top:
             return torch.cat([part.T.float() for part in vocab_parallel_top(states, layer, draw, self.top)])
-        if self.teacher is None:
-            logprobs, other = vocab_parallel_logprobs(states, micro.targets, layer, draw, self.extra)
-            return logprobs[None] if other is None else torch.stack([logprobs, other])
-        if self.teacher.layers is None:
-            likeliest = micro.local_column(TEACHER_TOP)[:, 1].long()
-            # The candidates are further targets of the same product: one pass over the logits scores all of them.
-            targets = torch.cat([micro.targets[:, None], likeliest], 1)
-            logprobs, entropy = vocab_parallel_logprobs(states, targets, layer, draw)
-            assert entropy is not None
-            return torch.cat([logprobs[:, :1].T, entropy[None], logprobs[:, 1:].T])
+        if self.teacher is None or self.teacher.layers is None:
+            targets = micro.targets[:, None]
+            if self.likeliest is not None:
+                # Further targets of the same product: one pass over the logits scores all of them.
+                targets = torch.cat([targets, micro.local_column(self.likeliest)[:, 1].long()], 1)
+            logprobs, other = vocab_parallel_logprobs(states, targets, layer, draw, self.extra)
+            return torch.cat([logprobs[:, :1].T, *([] if other is None else [other[None]]), logprobs[:, 1:].T])
+        assert self.likeliest is None
         hidden, teachers = micro.local_column(TEACHER_HIDDEN), micro.local_column(TEACHER)
         theirs = TeacherTokens(self.teacher.divergence, self.teacher.layers, hidden, teachers)
         return torch.stack(vocab_parallel_divergence(states, micro.targets, layer, draw, theirs))

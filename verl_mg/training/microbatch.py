@@ -38,6 +38,7 @@ ROUTED_EXPERTS = "routed_experts"  # token column with the experts that are pres
 TEACHER, TEACHER_HIDDEN, TEACHER_TOP = "teacher", "teacher_hidden", "teacher_top"
 """Columns of teachers: number of the row's teacher; its last hidden state (h,) of each token; log-probs and ids (2, k)
 of the tokens that it finds likeliest in the place of each."""
+SAMPLER_TOP = "sampler_top"  # token column like TEACHER_TOP, of the engine that sampled
 EXCLUDED = -1e9
 """Logit of tokens that are no candidates: their probability is 0, and products with it are finite, unlike -inf."""
 
