@@ -386,7 +386,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _pick(logits: Tensor, local: Tensor, is_local: Tensor) -> Tensor:
-    """Returns the logits of candidates (n, c) that are in this shard, 0 for the others."""
+    """Returns the logits of targets (n, c) that are in this shard, 0 for the others."""
     if logits.shape[1] == 0:
         return logits.new_zeros(local.shape)
     return logits.gather(1, local) * is_local
