@@ -77,7 +77,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     add_off_policy_weights(batch, cfg.off_policy, job.all_reduce_sum)
 
     rewards, mask = token_rewards_with_kl(batch, cfg.kl)
-    logprobs, squares = batch.pad("old_outputs")[0].unbind(-1)
+    logprobs, squares = batch.pad("old_outputs")[0][..., :2].unbind(-1)
     weights = batch.pad("correction")[0] if cfg.off_policy.enabled else None
     groups = batch["group"][batch.first_rows]
     batch["advantages"] = batch.unpad(optimal_token_baseline(rewards, mask, groups, logprobs, squares, weights))

@@ -15,7 +15,15 @@ def batch_of(rows: list[list[int]]) -> Batch:
     batch = Batch.from_rows(rows)
     batch["sample_id"] = torch.arange(len(rows))
     batch["values"] = torch.tensor([float(t) + 0.5 for row in rows for t in row])
+    flat = [t for row in rows for t in row]
+    batch["support_ids"] = torch.tensor([i for t in flat for i in own(t)], dtype=torch.int32)  # in either order
+    batch["support_sizes"] = torch.tensor([len(own(t)) for t in flat], dtype=torch.int32)
     return batch
+
+
+def own(token: int) -> list[int]:
+    """The candidates of a token: none to two."""
+    return [token, token + 100][: token % 3]
 
 
 def as_rows(batch: Batch) -> list[list[int]]:
@@ -29,6 +37,8 @@ def test_select_takes_rows_in_the_given_order(rows, data):
     assert as_rows(chosen) == [rows[i] for i in order]
     assert chosen["sample_id"].tolist() == order
     assert chosen["values"].tolist() == [t + 0.5 for i in order for t in rows[i]]
+    assert chosen["support_ids"].tolist() == [i for row in order for t in rows[row] for i in own(t)]
+    assert chosen.counts(ColumnKind.CANDIDATE).tolist() == [sum(len(own(t)) for t in rows[i]) for i in order]
 
 
 @given(rows_of_tokens, st.integers(0, 6))
@@ -38,6 +48,8 @@ def test_split_and_concat_undo_each_other(rows, first):
     again = Batch.concat(batch.split([first, len(rows) - first]))
     assert as_rows(again) == rows
     assert torch.equal(again["values"], batch["values"])
+    assert torch.equal(again["support_ids"], batch["support_ids"])
+    assert again.kind("support_ids") is ColumnKind.CANDIDATE
 
 
 @given(rows_of_tokens)
@@ -66,7 +78,11 @@ def test_a_column_of_the_wrong_size_is_refused():
         batch["reward"] = torch.zeros(3)
     with pytest.raises(ValueError, match="'values' has shape"):
         batch["values"] = torch.zeros(2)
-    with pytest.raises(KeyError, match="no column 'advantage'; it has sample_id, tokens, values"):
+    with pytest.raises(ValueError, match="'support_ids' has shape"):  # the tokens 1, 2 and 3 have three together
+        batch["support_ids"] = torch.zeros(4)
+    with pytest.raises(ValueError, match="'support_sizes' adds up to 1, but 'support_ids' has 3"):
+        batch["support_sizes"] = torch.tensor([1, 0, 0])
+    with pytest.raises(KeyError, match="no column 'advantage'; it has sample_id, support_ids, support_sizes, tokens"):
         batch["advantage"]
 
 
@@ -123,4 +139,4 @@ def test_pad_of_trajectories_puts_their_rows_one_after_another(rows, data):
     assert batch.first_rows.tolist() == [rows_[0] for rows_ in members]
     assert batch.last_rows.tolist() == [rows_[-1] for rows_ in members]
     assert batch.one_per_trajectory()["sample_id"].tolist() == [ids[rows_[0]] for rows_ in members]
-    assert "tokens" not in batch.one_per_trajectory()
+    assert not {"tokens", "support_ids"} & set(batch.one_per_trajectory().names())

@@ -140,6 +140,7 @@ def preprocessed(source: Path, include_path: str) -> str:
     return done.stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("document", ["docs/install_on_gpus.md", "launch/Dockerfile"])
 def test_transformer_engine_finds_its_headers_with_the_commands_of_the_documents(
     transformer_engine, tmp_path, document

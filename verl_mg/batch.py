@@ -15,6 +15,9 @@ Two rows, of 3 and 2 tokens, prompts of 1 token each:
     pad("tokens")                      [[5, 8, 2], [7, 2, 0]] and its mask
     select([1, 0])["tokens"]           [7, 2, 5, 8, 2]
 
+    support_sizes  [0, 2, 0, 0, 1]     a token column: candidates of the draw of each token
+    support_ids    [8, 6, 2]           a candidate column, token after token: row 0 has two entries, row 1 has one
+
 Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 
 | column | kind | meaning |
@@ -24,6 +27,9 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | rollout_logprobs, old_logprobs, ref_logprobs | token | log-prob of token t at entry t; 0 outside the mask |
 | policy_versions | token, int64 | the weights that wrote the token; -1 where none did |
 | old_outputs | token | (2,) a token: `old_logprobs`, and the sum of the squared probabilities of the vocabulary |
+| sampler_top | token | (2, k) a token: log-probs and ids of the tokens that the engine found likeliest there |
+| old_top | token | (k,) a token: log-probs of these tokens by the policy that `old_logprobs` are of |
+| centering | token | (1 + k,) a token: factors of the tail and of these tokens in score centering |
 | values, advantages, returns | token | of token t at entry t |
 | correction | token | weight of token t's loss against the mismatch of rollout and training; 0 outside the mask |
 | correction_below, correction_above | token | 1 where the ratio of that weight is out of its bounds |
@@ -32,6 +38,8 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | teacher_top | token | (2, k) a token: log-probs and ids of the tokens that the teacher finds likeliest there |
 | teacher_hidden | token | (h,) a token, in the teacher's dtype: its last hidden state, which predicts the token |
 | teacher | sequence, int64 | number of the row's teacher |
+| support_sizes | token, int32 | candidates that top-k, top-p and min-p left of the vocabulary; 0: all of it |
+| support_ids | candidate, int32 | their token ids: log-probs are of the distribution over them |
 | routed_experts | token, int16 | (layers, k) a token: the experts that took it in the rollout; -1 where not known |
 | reward | sequence | the scalar score of the row |
 | group | sequence, int64 | rows of one prompt share it; where agents have names, rows of one agent and prompt |
@@ -69,18 +77,20 @@ from verl_mg.images import RowImages
 
 
 class ColumnKind(IntEnum):
-    """Whether a column has an entry per sequence or per token; UNKNOWN in a batch without rows."""
+    """Unit of a column's entries; UNKNOWN in a batch without rows. A token has `support_sizes` candidates."""
 
     UNKNOWN = 0
     SEQUENCE = 1
     TOKEN = 2
+    CANDIDATE = 3
 
 
+SUPPORT_SIZES, SUPPORT_IDS = "support_sizes", "support_ids"
 TOKEN_COLUMNS = frozenset(
     {"tokens", "loss_mask", "policy_versions", "rollout_logprobs", "old_logprobs", "ref_logprobs"}
-    | {"old_outputs"}
+    | {"old_outputs", "sampler_top", "old_top", "centering"}
     | {"teacher_logprobs", "teacher_top", "teacher_hidden"}
-    | {"values", "advantages", "returns", "routed_experts"}
+    | {"values", "advantages", "returns", "routed_experts", SUPPORT_SIZES}
     | {"correction", "correction_below", "correction_above", "correction_rejected"}
 )
 SEQUENCE_COLUMNS = frozenset(
@@ -201,15 +211,20 @@ class Batch:
 
         Args:
             name: name of the column.
-            values: (sum(lengths), ...) for a token column, (n, ...) for a sequence column; or a `PendingColumn`.
+            values: (sum(counts(kind)), ...), such as (n, ...) for a sequence column; or a `PendingColumn`.
             kind: needed for new names in a batch whose shape does not decide, such as one without rows.
         """
-        expected = {ColumnKind.TOKEN: self.total_tokens, ColumnKind.SEQUENCE: len(self), ColumnKind.UNKNOWN: 0}[kind]
-        shape = _shape(values)
-        if shape[:1] != (expected,):
+        expected, shape = int(self.counts(kind).sum()), _shape(values)
+        # The candidates and their numbers may be set in either order.
+        is_early = kind is ColumnKind.CANDIDATE and SUPPORT_SIZES not in self
+        if shape[:1] != (expected,) and not is_early:
             raise ValueError(
                 f"column {name!r} has shape {shape}: a {kind.name.lower()} column of this batch starts "
                 f"with {expected} ({len(self)} rows, {self.total_tokens} tokens)"
+            )
+        if name == SUPPORT_SIZES and SUPPORT_IDS in self and int(values.sum()) != len(self[SUPPORT_IDS]):
+            raise ValueError(
+                f"column {name!r} adds up to {int(values.sum())}, but {SUPPORT_IDS!r} has {len(self[SUPPORT_IDS])}"
             )
         self._columns[name] = values
         self._kinds[name] = kind
@@ -219,6 +234,8 @@ class Batch:
             return ColumnKind.TOKEN
         if name in SEQUENCE_COLUMNS:
             return ColumnKind.SEQUENCE
+        if name == SUPPORT_IDS:
+            return ColumnKind.CANDIDATE
         if name in self._kinds:
             return self._kinds[name]
         # A rank without rows cannot know; `concat` takes the kind of the other batches.
@@ -228,8 +245,17 @@ class Batch:
         return ColumnKind.SEQUENCE if _shape(values)[:1] == (len(self),) else ColumnKind.TOKEN
 
     def kind(self, name: str) -> ColumnKind:
-        """Returns whether the column has an entry per sequence or per token."""
+        """Returns what the column has an entry for."""
         return self._kinds[name]
+
+    def counts(self, kind: ColumnKind) -> Tensor:
+        """Returns the number of entries that each row has in a column of the kind, (n,) int64."""
+        if kind is ColumnKind.TOKEN:
+            return self.lengths
+        if kind is not ColumnKind.CANDIDATE:
+            return torch.ones_like(self.lengths)
+        counts = torch.zeros_like(self.lengths)
+        return counts.index_add_(0, self.sequence_ids, self[SUPPORT_SIZES].long()) if SUPPORT_SIZES in self else counts
 
     def names(self) -> list[str]:
         """Returns the columns' names, sorted: the same order on every rank."""
@@ -315,7 +341,7 @@ class Batch:
 
     def one_per_trajectory(self) -> Batch:
         """Returns the sequence columns of `first_rows`, for values that the rows of a trajectory share."""
-        names = [name for name, kind in self._kinds.items() if kind is not ColumnKind.TOKEN]
+        names = [name for name, kind in self._kinds.items() if kind <= ColumnKind.SEQUENCE]
         return self.select_columns(names).select(self.first_rows)
 
     def _joined_rows(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -362,21 +388,22 @@ class Batch:
         """Returns the given rows in the given order; `rows`: indices or a bool mask (n,)."""
         index = torch.as_tensor(rows)
         index = index.nonzero().flatten() if index.dtype == torch.bool else index.to(torch.int64)
-        entries = self.entries(index)
+        entries = {kind: self.entries(index, kind) for kind in set(self._kinds.values())}
         chosen = Batch(self.lengths[index])
         for name, kind in self._kinds.items():
-            values = self[name]
-            chosen.put(name, values[entries if kind is ColumnKind.TOKEN else index], kind)
+            chosen.put(name, self[name][entries[kind]], kind)
         if self._images is not None:
             chosen.images = [self._images[row] for row in index.tolist()]
         return chosen
 
-    def entries(self, rows: Tensor) -> Tensor:
-        """Returns the positions (sum(lengths[rows]),) int64 in a token column of rows (m,) int64, row after row."""
-        lengths = self.lengths[rows]
-        starts = self.offsets[:-1][rows]
-        within = torch.arange(int(lengths.sum())) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
-        return torch.repeat_interleave(starts, lengths) + within
+    def entries(self, rows: Tensor, kind: ColumnKind = ColumnKind.TOKEN) -> Tensor:
+        """Returns the positions (sum(counts(kind)[rows]),) int64 of the entries of rows (m,) int64, row after row.
+
+        Args:
+            rows: numbers of the rows.
+            kind: kind of the column.
+        """
+        return entries_of(self.counts(kind), rows)
 
     def select_columns(self, names: Iterable[str]) -> Batch:
         """Returns the same rows and images with the named columns; names that are not there are left out."""
@@ -412,6 +439,17 @@ class Batch:
         if any(batch.images is not None for batch in batches):
             whole.images = [images for batch in batches for images in batch.images or [()] * len(batch)]
         return whole
+
+
+def entries_of(counts: Tensor, rows: Tensor) -> Tensor:
+    """Returns the positions in a flat column, of which each row has `counts` (n,) entries, of rows (m,), in order.
+
+    Args:
+        counts: (n,) int64, such as [2, 0, 3] of the entries a a c c c.
+        rows: (m,) int64, such as [2, 0], whose entries are at 2 3 4 0 1.
+    """
+    starts, sizes = (counts.cumsum(0) - counts)[rows], counts[rows]
+    return torch.repeat_interleave(starts - sizes.cumsum(0) + sizes, sizes) + torch.arange(int(sizes.sum()))
 
 
 def _count(index: Tensor) -> int:

@@ -1,7 +1,7 @@
 """Correction of the difference between the policy that sampled and the policy in training, a weight for each token.
 
 A weight by a ratio and rejections by criteria can be combined; the rules are in verl_mg/algorithms/correction.py.
-Off-policy sequence masking can be added to any of them.
+Off-policy sequence masking and score centering, see verl_mg/algorithms/centering.py, can be added to any of them.
 """
 
 from collections.abc import Callable
@@ -11,6 +11,7 @@ import torch
 from pydantic import AfterValidator, Field, model_validator
 from torch import Tensor
 
+from verl_mg.algorithms.centering import expected_weight, sampler_probabilities
 from verl_mg.algorithms.correction import (
     Criterion,
     Ratio,
@@ -19,10 +20,13 @@ from verl_mg.algorithms.correction import (
     log_ratios,
     rejected,
     weight_sums,
+    with_other_token,
 )
+from verl_mg.algorithms.losses.policy import masked_constant
 from verl_mg.batch import Batch
 from verl_mg.config import ConfigSection
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
+from verl_mg.training.microbatch import SAMPLER_TOP
 
 COLUMNS = ("correction", "correction_below", "correction_above", "correction_rejected")
 Bounds = float | tuple[float, float]
@@ -62,6 +66,10 @@ class OffPolicyConfig(ConfigSection):
     opsm_delta: float | None = Field(None, gt=0)
     """Off-policy sequence masking (DeepSeek-V3.2): a response with a negative advantage is excluded from the loss where
     the mean of its log-ratio of rollout to current policy is above this number of nats. null excludes none."""
+    score_centering: int | None = Field(None, ge=1)
+    """Subtracts from the loss of each token what the engine's distribution, not the token that it drew, contributes
+    (arXiv:2609.20807): the number of likeliest tokens whose log-probs the engine returns for it, such as 32. Others
+    count by the trainer's own probabilities. null: no score centering."""
 
     @model_validator(mode="after")
     def _bounds_have_a_weight(self) -> Self:
@@ -73,14 +81,17 @@ class OffPolicyConfig(ConfigSection):
 
     @property
     def enabled(self) -> bool:
-        """Whether the loss is weighted by a correction."""
-        return self.weight != "none" or bool(self.rejection)
+        """Whether the loss is weighted by a correction, or centred."""
+        return self.weight != "none" or bool(self.rejection) or self.score_centering is not None
 
 
 def add_off_policy_weights(
     batch: Batch, off_policy: OffPolicyConfig, all_reduce_sum: Callable[[Tensor], Tensor]
 ) -> None:
     """Sets the token columns COLUMNS, `correction_below` and `correction_above` only with a weight, if enabled.
+
+    With score centering also `centering` and `old_top`: the last numbers of `old_outputs`, or else `old_logprobs`, are
+    log-probs of the engine's likeliest tokens.
 
     Args:
         batch: columns `old_logprobs`, `rollout_logprobs` and `loss_mask`; a sequence is a whole trajectory.
@@ -89,9 +100,12 @@ def add_off_policy_weights(
     """
     if not off_policy.enabled:
         return
+    if off_policy.score_centering is not None:
+        outputs = batch["old_outputs" if "old_outputs" in batch else "old_logprobs"]
+        batch["old_logprobs"], batch["old_top"] = outputs[:, 0], outputs[:, -off_policy.score_centering :]
     mask, ids = batch["loss_mask"], batch.expand_to_tokens(batch.trajectory_index)
     difference = log_ratios(batch["old_logprobs"], batch["rollout_logprobs"], mask)
-    weights, outside = mask.float(), torch.zeros_like(mask)
+    weights, outside, scale = mask.float(), torch.zeros_like(mask), 1.0
     if off_policy.weight != "none":
         weights, columns = importance_weights(off_policy.weight, difference, mask, ids, off_policy.low, off_policy.high)
         for name, column in columns.items():
@@ -99,20 +113,49 @@ def add_off_policy_weights(
         if off_policy.normalize:
             # Before rejections: a sample that is left out makes no other one heavier.
             total, count = all_reduce_sum(weight_sums(off_policy.weight, weights, mask, ids)).tolist()
-            weights = weights * (count / total if total > 0 else 1.0)
+            scale = count / total if total > 0 else 1.0
+            weights = weights * scale
     for criterion, bounds in off_policy.rejection.items():
-        low, high = bounds if isinstance(bounds, tuple) else (0.0, bounds)
-        outside = outside | rejected(criterion, difference, mask, ids, low, high)
+        outside = outside | rejected(criterion, difference, mask, ids, *_both(bounds))
     batch["correction"], batch["correction_rejected"] = torch.where(outside, 0.0, weights), outside.float()
+    if off_policy.score_centering is not None:
+        sampled, others = sampler_probabilities(batch[SAMPLER_TOP][:, 0], batch["old_top"])
+        batch["centering"] = sampled * scale * _weights_of_others(off_policy, difference, others, mask, ids)
+
+
+def _both(bounds: Bounds) -> tuple[float, float]:
+    return bounds if isinstance(bounds, tuple) else (0.0, bounds)
+
+
+def _weights_of_others(
+    off_policy: OffPolicyConfig, difference: Tensor, others: Tensor, mask: Tensor, ids: Tensor
+) -> Tensor:
+    """Returns (tokens, n) the weights of other tokens with log-ratios `others` in the place of each token."""
+    each = mask[:, None].expand(others.shape)
+    weights = each.float()
+    if off_policy.weight != "none":
+        ratios = with_other_token(off_policy.weight, difference, others, mask, ids)
+        weights, _ = importance_weights("token", ratios, each, ids, off_policy.low, off_policy.high)
+    for criterion, bounds in off_policy.rejection.items():
+        # A token is rejected by its own ratio. A sequence is rejected as it is: one other token hardly matters there,
+        # and its loss has the weight 0 with or without centering.
+        if criterion.startswith("token-"):
+            outside = rejected(criterion, others, each, ids, *_both(bounds))
+        else:
+            outside = rejected(criterion, difference, mask, ids, *_both(bounds))[:, None]
+        weights = torch.where(outside, 0.0, weights)
+    return weights
 
 
 def apply_off_policy_weights(output: LossOutput, inputs: LossInputs, off_policy: OffPolicyConfig) -> LossOutput:
     """Returns the loss times the weight of each token, with the weights and their bounds among the metrics.
 
-    A response that off-policy sequence masking excludes has the weight 0; the metric `opsm_masked` is 1 there.
+    Score centering adds the advantage times the weight that is expected under the sampler, with the metrics of
+    `expected_weight`. A response that off-policy sequence masking excludes has the weight 0; the metric `opsm_masked`
+    is 1 there.
 
     Args:
-        output: (tokens,) loss and its metrics.
+        output: (tokens,) loss and its metrics; its gradient before the first step is that of -A logprobs.
         inputs: tokens of the micro-batch, with the columns of `add_off_policy_weights` and `rollout_logprobs`.
         off_policy: the correction; without it the output is returned as it is.
     """
@@ -120,6 +163,11 @@ def apply_off_policy_weights(output: LossOutput, inputs: LossInputs, off_policy:
     if off_policy.enabled:
         loss = loss * inputs["correction"]
         metrics = metrics | {name: inputs[name] for name in COLUMNS if name in inputs}
+    if off_policy.score_centering is not None:
+        expected, centering = expected_weight(
+            inputs.likeliest_logprobs, inputs["old_top"], inputs[SAMPLER_TOP][:, 0], inputs["centering"]
+        )
+        loss, metrics = loss + masked_constant(inputs.mask, inputs.advantages) * expected, metrics | centering
     # Here, not with the weights of the batch: it depends on the policy in training, which each step changes.
     if off_policy.opsm_delta is not None:
         drifted = drifted_sequences(

@@ -10,7 +10,7 @@ for
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ValidationInfo
+from pydantic import AfterValidator, Field, ValidationInfo
 
 
 def _fits(choice: str, info: ValidationInfo) -> str:
@@ -29,7 +29,9 @@ def _fits(choice: str, info: ValidationInfo) -> str:
     return choice
 
 
-OldLogprobs = Annotated[Literal["recompute", "rollout", "skip"], AfterValidator(_fits)]
+# The default of a recipe may not fit keys that are written.
+CHECKED = Field(validate_default=True)
+OldLogprobs = Annotated[Literal["recompute", "rollout", "skip"], CHECKED, AfterValidator(_fits)]
 """Choice of a recipe that reads old log-probs in its loss only; its last field."""
-OldLogprobsInUse = Annotated[Literal["recompute", "rollout"], AfterValidator(_fits)]
+OldLogprobsInUse = Annotated[Literal["recompute", "rollout"], CHECKED, AfterValidator(_fits)]
 """Choice of a recipe that reads old log-probs before the update too; its last field."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -16,6 +17,7 @@ from verl_mg.agents.renderer import ConversationRenderer
 from verl_mg.agents.tool_calls import ReplyParser
 from verl_mg.data.template_options import set_template_options
 from verl_mg.engines.engine import Sample
+from verl_mg.engines.sampled_support import SampledSupport
 from verl_mg.engines.trajectory import NOT_GENERATED
 from verl_mg.models.tiny_model import character_tokenizer
 
@@ -151,7 +153,11 @@ class Conversation:
         self.log.append((context.tokens, tokens if trained else ()))
         self.agents.append(call.agent)
         scores, versions = (-0.5 - number,) * len(tokens), (number,) * len(tokens)
-        sample = Sample(0, tokens, scores, versions, "stop" if ends else "length")
+        # Each token has two candidates: itself, and the number of the reply.
+        ids = torch.tensor([[token, number] for token in tokens], dtype=torch.int32)
+        support = SampledSupport(torch.full((len(tokens),), 2, dtype=torch.int32), ids.flatten())
+        top = torch.stack([torch.full((len(tokens), 2), scores[0]), ids.float()], 1)
+        sample = Sample(0, tokens, scores, versions, "stop" if ends else "length", support=support, top=top)
         parsed = self.parser.parse(text, call.tools, context.rendered)
         message = assistant_message(*parsed[:3])
         self.history.add(call, context, sample, message, trained=trained, truncated=not ends)
@@ -174,6 +180,13 @@ class Conversation:
                 assert tuple(segment.tokens[i] for i in positions) == generated
                 assert {segment.logprobs[i] for i in positions} == {-0.5 - version}
                 seen[version] = seen.get(version, 0) + 1
+            versions, tokens = torch.tensor(segment.policy_versions), torch.tensor(segment.tokens)
+            expected = torch.stack([tokens, versions], 1)[versions != NOT_GENERATED]
+            if len(expected):
+                assert segment.support.sizes.tolist() == (2 * (versions != NOT_GENERATED)).tolist()
+                assert torch.equal(segment.support.ids.view(-1, 2).long(), expected)
+                assert torch.equal(segment.top[versions != NOT_GENERATED, 1].long(), expected)
+                assert len(segment.top) == len(tokens)
             pairs = zip(segment.logprobs, segment.policy_versions, strict=True)
             assert not any(logprob for logprob, version in pairs if version == NOT_GENERATED)
             if segment.prefix_of is not None:

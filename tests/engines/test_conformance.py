@@ -78,6 +78,85 @@ def test_samples_have_the_logprobs_and_the_routing_of_transformers(engine, whole
             assert torch.equal(sample.routed_experts.long().sort(-1).values, experts.sort(-1).values)
 
 
+REPORTS: dict[str, Any] = {"returns_support": True, "top_logprobs": 4}
+LIMITS: list[dict[str, Any]] = [
+    {"top_p": 0.9},
+    {"top_k": 3},
+    {"min_p": 0.2},
+    {"top_p": 0.8, "top_k": 4, "min_p": 0.05, "temperature": 1.3},
+    {"top_p": 0.95, "excluded_token_ids": (7, 9)},
+]
+
+
+def bounds_of(scores: Any, sampling: Sampling, engine: Any) -> tuple[Any, Any]:
+    """Tokens that are surely and possibly candidates, (n, vocabulary) bool each: rounding decides about the others.
+
+    top_p counts shares of all tokens, on SGLang without the excluded ones. vLLM applies min_p, top_k and top_p one
+    after the other, each to the distribution that is left.
+    """
+    kind = engine.kind.name if isinstance(engine, ProcessEngine) else "hf"
+    found = []
+    for slack in (-1e-5, 1e-5):
+        probs = scores.double().exp()
+        drawn = probs.clone()
+        drawn[:, list(sampling.excluded_token_ids)] = 0.0
+        order = drawn.argsort(-1, descending=True)
+        probs, drawn = probs.gather(1, order), drawn.gather(1, order)
+        kept = drawn >= (sampling.min_p - slack) * drawn[:, :1]
+        kept[:, sampling.top_k or kept.shape[1] :] = False
+        left = drawn * kept if kind == "vllm" else drawn
+        share = (left.cumsum(-1) - left) / (probs if kind == "hf" else left).sum(-1, keepdim=True)
+        kept &= (share < sampling.top_p + slack) | (sampling.top_p == 1)
+        found.append(torch.zeros_like(kept).scatter(1, order, kept & (drawn > 0)))
+    return found[0], found[1]
+
+
+def check_candidates(engine: Any, whole: Any, request: Request, sampling: Sampling, sample: Sample) -> set[int]:
+    """Checks candidates, log-probs over them and the likeliest of them; returns the numbers of candidates."""
+    scores, _ = scores_of(whole, request, sample, sampling.temperature)
+    assert sample.support is not None and sample.top is not None
+    rows, candidates = torch.arange(len(sample.tokens)), torch.zeros_like(scores, dtype=torch.bool)
+    candidates[rows.repeat_interleave(sample.support.sizes), sample.support.ids.long()] = True
+    surely, possibly = bounds_of(scores, sampling, engine)
+    assert candidates[rows, sample.tokens].all() and (surely <= candidates).all() and (candidates <= possibly).all()
+    inside = scores.double().where(candidates, -torch.inf).log_softmax(-1).float()
+    torch.testing.assert_close(torch.tensor(sample.logprobs), inside[rows, sample.tokens], atol=1e-5, rtol=0)
+    values = inside.sort(-1, descending=True).values[:, : sample.top.shape[2]]
+    torch.testing.assert_close(sample.top[:, 0], values, atol=1e-5, rtol=0)
+    torch.testing.assert_close(inside.gather(1, sample.top[:, 1].long()).where(values > -torch.inf, values), values)
+    return set(sample.support.sizes.tolist())
+
+
+@of_all
+def test_samples_have_the_candidates_of_each_token_and_the_logprobs_over_them(engine, wholes):
+    """Requests with different limits, with reports and without, are in a batch together; some are continued."""
+    asked: dict[int, tuple[Request, Sampling]] = {}
+    for limits in LIMITS:
+        for report in ({}, REPORTS):
+            sampling = Sampling(**{"max_new_tokens": 12, "temperature": 0.8} | limits | report)
+            new = [replace(request, id=100 * len(asked) + request.id) for request in requests(3)]
+            asked |= {request.id: (request, sampling) for request in new}
+            engine.submit(new, sampling)
+    num_candidates: set[int] = set()
+    drawn: dict[tuple[Sampling, int], set[tuple[int, ...]]] = {}
+    for sample in all_of(engine, len(asked)):
+        request, sampling = asked[sample.id]
+        plain = replace(sampling, returns_support=False, top_logprobs=0)
+        drawn.setdefault((plain, request.seed), set()).add(sample.tokens)
+        if sampling.returns_support:
+            num_candidates |= check_candidates(engine, wholes[0], request, sampling, sample)
+        else:
+            assert sample.support is None and sample.top is None
+    assert len(num_candidates) > 4
+    if not isinstance(engine, ProcessEngine) or engine._limits.seeded:
+        assert len(drawn) == 15 and {len(tokens) for tokens in drawn.values()} == {1}  # reports change no draw
+    sampling = Sampling(max_new_tokens=LENGTH // 2, top_p=0.9, **REPORTS)
+    cut = cut_short(engine, requests(3), sampling)
+    again = [replace(request, partial=part) for request, part in zip(requests(3), cut, strict=True)]
+    for request, sample in zip(again, engine.generate(again, sampling), strict=True):
+        check_candidates(engine, wholes[0], request, sampling, sample)
+
+
 WRONG = {
     "tokens": (10**6,) * 5,
     "logprobs": (math.nan,) * 5,
@@ -202,6 +281,8 @@ def test_load_is_counted(engine):
     load = count_metrics([engine.take_counts()])
     assert 0 < load["time/engine_running"] <= 6 and load["time/engine_waiting"] >= 0
     assert 0 < load["time/engine_cache_usage"] < 1
+    # Room for `max_running` requests of `max_positions` tokens, and a few blocks that are vLLM's own.
+    assert 16 * 256 <= engine.num_cache_tokens() <= 16 * 256 + 512
 
 
 @of_processes
@@ -216,6 +297,7 @@ def updated_in_flight(engine, mixtures) -> list[Sample]:
     requested, samples = requests(), {}
     bring_weights(engine, mixtures[0], VERSION)
     engine.submit(requested, replace(GREEDY, max_new_tokens=250))
+    engine.submit([Request(50, (6, 7, 8), 0)], Sampling(max_new_tokens=250, top_k=1, returns_support=True))
     for weights, version in enumerate(LATER, start=1):
         # When a short request is complete, the others have gone on too.
         engine.submit([Request(version, (6, 7), 0)], SHORT)
@@ -224,7 +306,8 @@ def updated_in_flight(engine, mixtures) -> list[Sample]:
         engine.pause()
         bring_weights(engine, mixtures[weights], version)
         engine.unpause()
-    samples |= {sample.id: sample for sample in all_of(engine, 8 - len(samples))}
+    samples |= {sample.id: sample for sample in all_of(engine, 9 - len(samples))}
+    assert samples[50].support.ids.tolist() == list(samples[50].tokens) and set(samples[50].logprobs) == {0.0}
     return [samples[request.id] for request in requested]
 
 

@@ -20,7 +20,7 @@ def response(**meta: object) -> dict[str, object]:
 @needs_sglang
 def test_counts_of_speculative_decoding_are_those_of_sglang():
     meta = printed(warm_start.sglang().python, "tests.engines.sglang.counts_probe", env=os.environ | ON_CPU)
-    counts = parse_response(response(prompt_tokens=20, cached_tokens=15, completion_tokens=12, **meta))["counts"]
+    counts = parse_response(response(prompt_tokens=20, cached_tokens=15, completion_tokens=12, **meta), 0)["counts"]
     assert counts == {PROMPT: 20, CACHED: 15, DRAFTED: 15, ACCEPTED: 7, VERIFIED: 5, GENERATED: 12}
     metrics = count_metrics([counts, {PROMPT: 10, CACHED: 0}])
     assert metrics == {
@@ -32,4 +32,4 @@ def test_counts_of_speculative_decoding_are_those_of_sglang():
 
 def test_counts_of_an_engine_without_any_are_no_metrics():
     assert count_metrics([{}, {}]) == {}
-    assert parse_response(response())["counts"] == {PROMPT: 0, CACHED: 0}
+    assert parse_response(response(), 0)["counts"] == {PROMPT: 0, CACHED: 0}

@@ -11,6 +11,7 @@ import torch
 from verl_mg.batch import Batch
 from verl_mg.engines.engine import ACCEPTED, DRAFTED, PROMPT, RUNNING, Request, Sample, Sampling
 from verl_mg.engines.reports import ReportRules
+from verl_mg.engines.sampled_support import support_to_wire, top_to_wire
 from verl_mg.errors import UserError
 from verl_mg.megatron.routing import check_routed_experts
 from verl_mg.models.hf_config import read_config
@@ -105,6 +106,60 @@ def test_read_experts_of_a_wrong_report_raises_one_line_with_the_engine(rules, c
     text = None if chosen is None else encoded(chosen)
     with pytest.raises(UserError, match=f"^rollout.engine=sglang: sample 7 {message}"):
         rules.read_experts(7, text, 2, True)
+
+
+SUPPORT = ([[4, 7], [5], [1, 9, 3]], (4, 5, 9))
+"""Candidates, and the drawn tokens."""
+
+
+def test_read_support_of_a_valid_report_keeps_it(rules):
+    support = rules.read_support(7, support_to_wire(SUPPORT[0]), SUPPORT[1])
+    assert support.sizes.tolist() == [2, 1, 3] and support.ids.tolist() == [4, 7, 5, 1, 9, 3]
+    assert len(rules.read_support(7, None, ()).sizes) == 0
+
+
+@pytest.mark.parametrize(
+    ("candidates", "message"),
+    [
+        (None, "has no candidates of its tokens"),
+        (SUPPORT[0][:2], "has 3 tokens, candidates of 2 tokens, and 3 of 3 ids"),
+        ([[4, 7], [], [9]], "has 3 tokens, candidates of 3 tokens"),
+        ([[4, 7], [5], [1, 10_000, 9]], "has the candidates 1 to 10000, and the vocabulary has"),
+        ([[4, 7], [5], [-1, 9]], "has the candidates -1 to 9"),
+        ([[4, 7], [6], [1, 9, 3]], "has a token that is not one, or not once, among its candidates"),
+        ([[4, 7], [5], [9, 9]], "has a token that is not one, or not once, among its candidates"),
+    ],
+)
+def test_read_support_of_a_wrong_report_raises_one_line_with_the_engine(rules, candidates, message):
+    wire = None if candidates is None else support_to_wire(candidates)
+    with pytest.raises(UserError, match=f"^rollout.engine=sglang: sample 7 {message}"):
+        rules.read_support(7, wire, SUPPORT[1])
+
+
+def test_read_top_of_a_valid_report_is_as_wide_as_asked_for(rules):
+    wire = top_to_wire([[(-0.5, 3), (-1.0, 2)], [(0.0, 4)]], 2)
+    top = rules.read_top(7, wire, 2, 2)
+    assert top.dtype is torch.float32
+    assert top.tolist() == [[[-0.5, -1.0], [3, 2]], [[0.0, -math.inf], [4, 0]]]
+    assert rules.read_top(7, None, 0, 2).shape == (0, 2, 2)
+    (wide,) = replace(rules, vocab=2).read_top(7, top_to_wire([[(-0.5, 1), (-1.0, 0)]], 2), 1, 3)
+    assert wide.tolist() == [[-0.5, -1.0, -math.inf], [1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (None, "has no likeliest tokens"),
+        ([[(-0.5, 3)]], "has 2 log-probs and 2 ids as the 2 likeliest of 2 tokens"),
+        ([[(-1.0, 3), (-0.5, 2)], [(0.0, 4)]], "has log-probs of likeliest tokens that do not fall"),
+        ([[(-0.1, 3), (-0.1, 2)], [(0.0, 4)]], "that do not fall, or are of more than 1"),
+        ([[(math.nan, 3)], [(0.0, 4)]], "that do not fall, or are of more than 1"),
+        ([[(-0.5, 3)], [(0.0, 10_000)]], "has the likeliest tokens 0 to 10000, and the vocabulary has"),
+    ],
+)
+def test_read_top_of_a_wrong_report_raises_one_line_with_the_engine(rules, entries, message):
+    with pytest.raises(UserError, match=f"^rollout.engine=sglang: sample 7 .*{message}"):
+        rules.read_top(7, None if entries is None else top_to_wire(entries, 2), 2, 2)
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,7 @@ aorr.rollout.name=sglang | {GRPO} | rollout.engine=sglang
 aorr.rollout.temperature=0.6 | {GRPO} | rollout.temperature=0.6
 aorr.rollout.top_p=0.9 | {GRPO} | rollout.top_p=0.9
 aorr.rollout.top_k=20 | {GRPO} | rollout.top_k=20
+aorr.rollout.top_p=0.8 | {GRPO} | algorithm.support=full
 aorr.rollout.tensor_model_parallel_size=4 | {GRPO} | rollout.layout=tp4
 aorr.rollout.pipeline_model_parallel_size=2 | {GRPO} | rollout.layout=tp2-pp2
 aorr.rollout.data_parallel_size=2 | {SGLANG} | rollout.layout=tp4-adp2

@@ -50,6 +50,7 @@ def build_role(
     *,
     temperature: float = 1.0,
     tokens_per_micro_batch: int = 40,
+    likeliest: str | None = None,
     optimizer: OptimizerConfig | None = None,
     guard: GuardConfig | None = None,
     name: str = "actor",
@@ -67,7 +68,7 @@ def build_role(
     spec = ModelSpec(model, dtype, **{"trained": optimizer is not None} | head | options)
     parts: Any = (FsdpRunner, FsdpTrainer) if isinstance(groups, MeshGroups) else (MegatronRunner, MegatronTrainer)
     runner = parts[0](spec, groups, context.directories, context.timer)
-    arguments = [runner, Batching(temperature, tokens_per_micro_batch), name, context]
+    arguments = [runner, Batching(temperature, tokens_per_micro_batch, likeliest=likeliest), name, context]
     if issubclass(kind, TrainableRole):
         arguments.append(parts[1](runner, optimizer, guard, name) if optimizer else None)
     return kind(*arguments)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from verl_mg.engines.engine import EngineWrapper, Request, RolloutEngine, Sample, Sampling
+from verl_mg.engines.sampled_support import join_tops
 from verl_mg.engines.trajectory import NOT_GENERATED, ConversationTurn, Segment, Trajectory
 from verl_mg.rewards import Reward
 
@@ -67,6 +68,7 @@ def _segment(number: int, prompt: tuple[int, ...], sample: Sample, cuts: Sequenc
         logprobs=(0.0,) * context + sample.logprobs[begin:end],
         policy_versions=(NOT_GENERATED,) * context + sample.policy_versions[begin:end],
         truncated=sample.finish == "length" and end == len(sample.tokens),
+        top=None if sample.top is None else join_tops([(context, None), (end - begin, sample.top[begin:end])]),
     )
     if sample.routed_experts is not None:
         whole = replace(whole, routed_experts=sample.routed_experts[: len(whole.tokens) - 1])

@@ -48,7 +48,9 @@ VARIANTS = {
                      "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7,
                                       "original_max_position_embeddings": 16},
                      "fields": {"n_group": 4, "topk_group": 2}},
-    "glm_moe_dsa": {"shared_experts": 1, "dense_layers": 1, "experts": 8, "q_rank": 12},
+    # Every second layer shares the selection of the one before it.
+    "glm_moe_dsa": {"shared_experts": 1, "dense_layers": 1, "experts": 8, "q_rank": 12,
+                    "fields": {"index_topk_freq": 2, "index_skip_topk_offset": 1}},
     "minimax_m2": {"head_dim": 12, "experts": 8, "fields": {"rotary_dim": 8}},
     "gemma2": {"tie_embeddings": True, "head_dim": 12, "fields": {"sliding_window": 5, "attn_logit_softcapping": 0.5,
                                                                "final_logit_softcapping": 3.0}},
@@ -184,8 +186,21 @@ def random_rows(count: int, vocab: int, longest: int = 20, seed: int = 0) -> Bat
 
 
 def rows_for(model: Path, count: int = 9) -> Batch:
-    """The same random rows of a model's vocabulary on every rank."""
-    return random_rows(count, read_config(model).vocab)
+    """The same random rows of a model's vocabulary on every rank, with candidates."""
+    vocab = read_config(model).vocab
+    return with_candidates(random_rows(count, vocab), vocab)
+
+
+def with_candidates(batch: Batch, vocab: int, seed: int = 0) -> Batch:
+    """Adds candidates of half of the tokens under the loss mask, the tokens among them."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = torch.randint(1, vocab // 2, (batch.total_tokens,), generator=generator, dtype=torch.int32)
+    sizes *= batch["loss_mask"] & (torch.rand(batch.total_tokens, generator=generator) < 0.5)
+    orders = [torch.randperm(vocab, generator=generator, dtype=torch.int32) for _ in range(batch.total_tokens)]
+    own = zip(orders, batch["tokens"].tolist(), sizes.tolist(), strict=True)
+    batch["support_sizes"] = sizes
+    batch["support_ids"] = torch.cat([torch.cat([ids.new_tensor([t]), ids[ids != t]])[:size] for ids, t, size in own])
+    return batch
 
 
 def rows_of_rank(batch: Batch) -> Batch:
@@ -194,13 +209,24 @@ def rows_of_rank(batch: Batch) -> Batch:
 
 
 def oracle_outputs(model: torch.nn.Module, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of every token given those before it, as token columns, row by row, with gradients."""
+    """Log-probs and entropies of every token given those before it, as token columns, row by row, with gradients.
+
+    Where the batch has candidates, of the distributions over them.
+    """
     logprobs, entropies = [], []
+    sizes = batch["support_sizes"] if "support_sizes" in batch else torch.zeros(batch.total_tokens, dtype=torch.int32)
+    ids = batch["support_ids"].long().split(sizes.tolist()) if "support_sizes" in batch else ()
     for row in range(len(batch)):
-        tokens = batch.row("tokens", row)
-        log_p = (model(tokens[None]).logits[0].float() / temperature).log_softmax(-1)[:-1]
+        tokens, limits = batch.row("tokens", row), sizes.split(batch.lengths.tolist())[row]
+        logits = (model(tokens[None]).logits[0].float() / temperature)[:-1]
+        allowed = torch.ones_like(logits, dtype=torch.bool)
+        for place in limits[1:].nonzero().flatten().tolist():
+            allowed[place] = False
+            allowed[place, ids[int(batch.offsets[row]) + place + 1]] = True
+        log_p = torch.where(allowed, logits, -torch.inf).log_softmax(-1)
         logprobs.append(torch.cat([torch.zeros(1), log_p.gather(1, tokens[1:, None]).squeeze(1)]))
-        entropies.append(torch.cat([torch.zeros(1), -(log_p.exp() * log_p).sum(-1)]))
+        terms = torch.where(allowed, log_p.exp() * torch.where(allowed, log_p, 0.0), 0.0)
+        entropies.append(torch.cat([torch.zeros(1), -terms.sum(-1)]))
     return torch.cat(logprobs), torch.cat(entropies)
 
 

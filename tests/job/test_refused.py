@@ -21,6 +21,7 @@ from verl_mg.job.engine_checks import MODEL_REFUSALS, ModelCase, check_engines
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.hf_config import parse_config
 from verl_mg.recipes.common.kl import KLConfig
+from verl_mg.recipes.gkd import Config as GkdConfig
 from verl_mg.reshard.encode import check_engine_blocks
 from verl_mg.reshard.encoding import encoding_of
 from verl_mg.sharding.traced_table import TracedTable
@@ -38,11 +39,13 @@ STACKED, INDEXED, LINEAR = "gpt_oss", "glm_moe_dsa", "qwen3_next"
 BF16 = {"dtype": "bfloat16"}
 URLS = {"urls": ["http://a:1"]}
 DRAFT = {"sglang": {"speculative_algorithm": "EAGLE"}, "sleep": False}
+CENTRED = {"algorithm": SimpleNamespace(support="full", off_policy=SimpleNamespace(score_centering=8))}
 
 WITHOUT_MODEL = [
     ({"num_ranks": 2}, {}, "rollout.num_ranks=2: none of the job's 2 ranks is left to train. Start at least 3."),
     ({"num_ranks": 1, "engine": "hf"}, {}, "rollout.num_ranks=1: the engine hf works on the ranks of the actor."),
     ({"engine": "hf"}, {"actor": {"offload": True}}, "actor.offload=true: the engine hf works on the actor's own mem"),
+    ({"engine": "hf", "max_running_requests": "auto"}, {}, "rollout.max_running_requests=auto: the engine hf has no"),
     ({"mode": "one_step_off"}, {}, "rollout.mode=one_step_off: only engines on separate ranks generate while training"),
     ({"mode": "async", "weight_transfer": "disk", **URLS}, {}, "rollout.mode=async: servers read a folder only betw"),
     ({"mode": "async", "num_ranks": 1, "extra_prompts": 1}, {}, "rollout.mode=async: engines never wait for the last"),
@@ -63,6 +66,12 @@ WITHOUT_MODEL = [
     ({"engine": "hf", "delta": True}, {}, "rollout.delta=true: only SGLang can receive changes instead of all weights"),
     ({"delta": True, **URLS}, {}, "rollout.delta=true: servers receive only shards or files so, and rollout.weight_tr"),
     ({"delta": True}, {}, "rollout.delta=true: engines that sleep lose the weights that changes refer to."),
+    *(({"top_p": 0.9}, {"algorithm": RecipeConfig(), "teachers": {"a": teacher}}, "algorithm.support=sampled: teach"
+       f"ers.a.{key} scores tokens of the whole vocabulary. Write algorithm.support=policy or full.")
+      for key, teacher in (("url", {"url": "http://a:1"}), ("tokenizer", {"path": "a", "tokenizer": "b"}))),
+    ({"top_k": 9}, {"algorithm": GkdConfig(support="policy")}, "algorithm.support=policy: algorithm.divergence comp"),
+    (DRAFT | {"top_p": 0.9}, {"algorithm": RecipeConfig()}, "algorithm.support=sampled: with rollout.sglang."
+     "speculative_algorithm engines do not report the candidates of drafted tokens. Leave it out, or write"),
     ({"adapters": True}, {}, "rollout.adapters=true: the actor has none. Set actor.lora, or leave it out."),
     ({"adapters": True, "engine": "hf"}, {"lora": {}}, "rollout.adapters=true: the engine hf has merged weights. Wri"),
     ({"adapters": True, **URLS}, {"lora": {}}, "rollout.adapters=true: servers outside the job receive merged weights"),
@@ -82,6 +91,8 @@ WITHOUT_MODEL = [
     (DRAFT | {"sharding_table": "t"}, {}, "rollout.sglang.speculative_algorithm: a file with a table has no draft"),
     (DRAFT | {"delta": True}, {}, "rollout.sglang.speculative_algorithm: a draft model does not receive changes, only"),
     (DRAFT | {"wire": "fp8_block"}, {}, "rollout.sglang.speculative_algorithm: SGLang has no quantized projection"),
+    ({"temperature": 0}, CENTRED, "algorithm.off_policy.score_centering: a greedy rollout draws from no distribution."),
+    ({"top_p": 0.9}, CENTRED, "algorithm.off_policy.score_centering: the distribution that samples are drawn from is"),
     ({"agent": "a:run", "tools": ["t:f"]}, {}, "rollout.tools: agents call tools themselves. Leave it out, or leave"),
     ({"agent": "a:run", "partial_rollout": True}, {}, "rollout.partial_rollout=true: an agent that was stopped cannot"),
     ({"agent": "a:run", "agent_names": ["b", "b"]}, {}, "rollout.agent_names: it has a name twice. Leave one out."),
@@ -120,6 +131,9 @@ OF_ENGINES = [
     *(("sglang", "gpu", EXPERTS, "tp1", {name: "deep_gemm"}, BF16 | {"wire": "fp8_block", "blackwell": True},
        f"rollout.sglang.{name}=deep_gemm: on Blackwell it keeps scales of rollout.wire=fp8_block in a form into which")
       for name in ("moe_runner_backend", "fp8_gemm_runner_backend")),
+    ("sglang", "gpu", {}, "tp1", {}, BF16 | {"wire": "mxfp8"}, "rollout.wire=mxfp8: SGLang has MXFP8 on Blackwell and"),
+    ("sglang", "gpu", {}, "tp1", {"fp8_gemm_runner_backend": "flashinfer_trtllm"}, BF16 | {"wire": "mxfp8", "blackwell":
+     True}, "rollout.wire=mxfp8: rollout.sglang.fp8_gemm_runner_backend=flashinfer_trtllm does not read weights in"),
     ("vllm", "gpu", {}, "tp1", {"attention_backend": "FLASH_ATTN"}, "rollout.vllm.attention_backend=FLASH_ATTN: it"),
     *(("vllm", "gpu", sizes, "tp1", {}, "rollout.engine=vllm: on GPUs its engines in float32, the dtype of the actor,")
       for sizes in (LATENT, LINEAR)),
@@ -203,7 +217,7 @@ def check(sizes=(), dtype="bfloat16", lora=None, **rollout):
     check_engines(config_of(rollout, lora, model={"dtype": dtype}), table_of(sizes), 2)
 
 
-def test_check_engines_possible_configurations_are_accepted(on_gpus):
+def test_check_engines_possible_configurations_are_accepted(on_gpus, monkeypatch):
     check(layout="tp2", wire="fp8_block", delta=True, sleep=False)
     check({"intermediate_size": 320}, layout="tp2", wire="fp8_channel")
     check(layout="tp2", wire="int4")
@@ -213,6 +227,8 @@ def test_check_engines_possible_configurations_are_accepted(on_gpus):
     check(EXPERTS, dtype="float32", engine="hf")
     check({"head_dim": 256}, dtype="float32", engine="vllm")
     check(adapters=True, lora={"targets": ["q_proj"]}, num_ranks=1, mode="one_step_off")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    check({"intermediate_size": 320}, layout="tp2", wire="mxfp8", delta=True, sleep=False)
 
 
 @pytest.mark.parametrize(
@@ -221,9 +237,12 @@ def test_check_engines_possible_configurations_are_accepted(on_gpus):
         ({"layout": "tp2", "wire": "fp8_block"}, 320, r"gate_up_proj.weight: the box .* whole blocks of \(128"),
         ({"layout": "tp2", "wire": "int4"}, 640, r"down_proj.weight: the box .* whole blocks of \(1, 128\)"),
         ({"layout": "tp1", "wire": "int4"}, 544, "down_proj.weight: a rank of the engine has 256 x 544 of it"),
+        ({"layout": "tp2", "wire": "mxfp8"}, 544, r"down_proj.weight: the box .* whole blocks of \(1, 32\)"),
+        ({"layout": "tp1", "wire": "mxfp8"}, 528, "rank of the engine has .* x 528 .*mxfp8 needs .* of 32 x 32"),
     ],
 )
-def test_check_engines_parts_of_quantized_blocks_are_refused(on_gpus, rollout, ffn, message):
+def test_check_engines_parts_of_quantized_blocks_are_refused(on_gpus, monkeypatch, rollout, ffn, message):
+    monkeypatch.setattr(device, "is_blackwell", lambda: rollout["wire"] == "mxfp8")
     with pytest.raises(UserError, match=message):
         check({"intermediate_size": ffn}, **rollout)
 
@@ -317,6 +336,8 @@ WITHOUT_EFFECT = [
     (["actor.guard.action=rollback"], ["actor.guard.max_kl=0.1"], "no divergence is too large."),
     (["fsdp.replicas=2"], ["actor.backend=fsdp"], "no role has this backend. Set actor.backend=fsdp"),
     (["actor.backend=fsdp", "megatron.ddp={a: 1}"], ["actor.backend=megatron"], "no role has this backend."),
+    (["algorithm.support=full"], ["rollout.top_k=3"], "every token can be drawn. Set rollout.top_p, top_k or min_p"),
+    (["rollout.top_p=0.5", "algorithm.support=policy"], None, "no other model scores the tokens of the policy."),
     (
         [f"algorithm.kl.{option}" for option in PENALTY],
         ["algorithm.kl.coefficient=1"],

@@ -169,7 +169,8 @@ def distill(fake: FakeCuda, model: Path, divergence: Divergence) -> dict[str, Wa
         layers = [load_teacher_layer(directory, head, runner.dtype, shard)]
         assert layers[0].weight.device == CUDA
     trainer = MegatronTrainer(runner, OptimizerConfig())
-    outputs = TokenOutputs(teacher=TeacherDivergence(divergence, layers))
+    likeliest = TEACHER_TOP if divergence.top_k else None
+    outputs = TokenOutputs(teacher=TeacherDivergence(divergence, layers), likeliest=likeliest)
     for count in (1, 2):
         fake.waits.clear()
         metrics = trainer.update(

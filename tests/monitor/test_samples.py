@@ -138,6 +138,8 @@ def with_tools(inputs: Path, folder: Path) -> None:
     batch["policy_versions"] = torch.where(batch["loss_mask"], 4, -1)
     batch["rollout_logprobs"] = torch.randn(batch.total_tokens)
     batch["routed_experts"] = torch.randint(-1, 60, (batch.total_tokens, 3, 2), dtype=torch.int16)
+    batch["support_sizes"] = torch.randint(0, 3, (batch.total_tokens,), dtype=torch.int32)
+    batch["support_ids"] = torch.randint(0, 99, (int(batch["support_sizes"].sum()),), dtype=torch.int32)
     batch["reward"] = torch.randn(count)
     batch["reward.form"] = torch.where(torch.arange(count) % 3 == 0, torch.nan, torch.randn(count))
     batch["answer"] = torch.randint(0, 2**62, (count,))

@@ -31,6 +31,7 @@ RISING = ("algorithm.kl.target=1e-9", "algorithm.kl.horizon=1000")
 # Steps so large that ratios and values leave any bound.
 SMALL, LARGE = "1e-6", "9.0"
 CHANGES = {
+    "support": Change(("full",), ("rollout.top_p=0.5",)),
     "prompts_per_iteration": Change(("4",)),
     "pairs_per_iteration": Change(("4",)),
     "examples_per_iteration": Change(("4",)),
@@ -57,6 +58,7 @@ CHANGES = {
     ),
     "off_policy.rejection": Change(("{token-k2: 1e-30}",), (COMPARED,)),
     "off_policy.opsm_delta": Change(("1e-9",)),
+    "off_policy.score_centering": Change(("3",), (COMPARED,)),
     "num_minibatches": Change(("4",)),
     "num_epochs": Change(("3",)),
     "old_logprobs": Change(("rollout", "recompute")),
@@ -336,7 +338,9 @@ def changed(name: str, key: str) -> list[str]:
     of_key = CHANGES[key]
     default = str(recipe_keys(name)[key]).lower()
     value = next(value for value in of_key.values if value.lower() != default)
-    return [*of_key.others, *OF_RECIPE.get((name, key), ()), f"algorithm.{key}={value}"]
+    known = {f"algorithm.{other}" for other in recipe_keys(name)}
+    others = [text for text in of_key.others if not text.startswith("algorithm.") or text.partition("=")[0] in known]
+    return [*others, *OF_RECIPE.get((name, key), ()), f"algorithm.{key}={value}"]
 
 
 def outcome(output: Path) -> Any:

@@ -167,6 +167,66 @@ def policy_loss(name: str, advantage: float, **options: float) -> tuple[torch.Te
     return loss.detach(), gradient
 
 
+def drawn_tokens(k: int, **off_policy: object) -> tuple[LossInputs, torch.Tensor, OffPolicyConfig]:
+    """Each token of a vocabulary of 5 as the only response to one prompt, with how likely a sampler draws it.
+
+    The sampler differs from the policy, whose logits have the gradient; all advantages are 1.5."""
+    logits, noise = torch.randn(2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, logprobs = (logits + 0.6 * noise).log_softmax(0), logits.requires_grad_().log_softmax(0)
+    top = q.topk(k)
+    batch = Batch.from_rows([(9, token) for token in range(5)])
+    batch["loss_mask"] = torch.tensor([False, True] * 5)
+    batch["rollout_logprobs"] = torch.stack([torch.zeros(5), q], 1).flatten()
+    batch["sampler_top"] = torch.stack([top.values, top.indices]).expand(10, 2, k)
+    own = torch.cat([logprobs.detach()[:, None], logprobs.detach()[top.indices].expand(5, k)], 1)
+    batch["old_logprobs"] = torch.stack([torch.zeros_like(own), own], 1).flatten(0, 1)
+    config = OffPolicyConfig.model_validate({"score_centering": k, **off_policy})
+    add_off_policy_weights(batch, config, torch.clone)
+    columns = {name: batch[name][1::2] for name in batch.names()}
+    columns |= {"advantages": torch.full((5,), 1.5)} | dict.fromkeys(("cut", "penalized"), torch.zeros(5).bool())
+    output = torch.cat([torch.stack([logprobs, logprobs * 0]), logprobs[top.indices, None].expand(k, 5)])
+    inputs = LossInputs(output, torch.ones(5).bool(), torch.arange(5), columns | {"right": torch.zeros(5)})
+    return inputs, logits, config
+
+
+CENTRED = [name for name, recipe in POLICY_RECIPES.items() if "off_policy" in recipe.Config.model_fields]
+
+
+@pytest.mark.parametrize("name", CENTRED)
+def test_score_centering_of_every_recipe_leaves_no_gradient_of_a_constant_advantage(name):
+    # Before the first step, over all that the sampler may draw: only differences of advantages teach anything.
+    recipe = POLICY_RECIPES[name]
+    compared = {"old_logprobs": "recompute"} if "old_logprobs" in recipe.Config.model_fields else {}
+    for options in (
+        {},
+        {"weight": "token", "high": 1.1},
+        {"weight": "geometric", "low": 0.6, "high": 1.5},
+        {"weight": "sequence", "high": 1.1, "normalize": True},
+        {"rejection": {"token-k2": 0.05}},
+    ):
+        inputs, logits, centred = drawn_tokens(5, **options)
+        norms = []
+        for off_policy in (centred, OffPolicyConfig.model_validate(options)):
+            loss, metrics = recipe.policy_loss(inputs, recipe.Config(off_policy=off_policy, **compared))
+            assert (metrics.keys() >= {"centering_mass", "centering_drift"}) == (off_policy is centred)
+            total = (loss * inputs["rollout_logprobs"].exp()).sum()
+            norms.append(torch.autograd.grad(total, logits, retain_graph=True)[0].norm().item())
+        assert norms[0] < 1e-6 and norms[1] > 0.01, (options, norms)
+
+
+def test_score_centering_leaves_out_rejected_sequences_and_has_the_scale_of_the_weights():
+    rejection = {"sequence-mean-k2": 0.05}
+    for options in ({"rejection": rejection}, {"weight": "token", "normalize": True, "rejection": rejection}):
+        inputs, _, _ = drawn_tokens(3, **options)
+        rejected = inputs["correction_rejected"].bool()
+        assert rejected.any() and not rejected.all()
+        assert torch.equal((inputs["centering"] == 0).all(1), rejected)
+    plain, scaled = (drawn_tokens(3, weight="token", normalize=choice)[0] for choice in (False, True))
+    factors = scaled["correction"] / plain["correction"]
+    assert abs(factors[0] - 1) > 0.01
+    assert torch.allclose(scaled["centering"], plain["centering"] * factors[:, None])
+
+
 @pytest.mark.parametrize("name", POLICY_RECIPES)
 def test_entropy_coefficient_of_every_recipe_subtracts_the_entropy(name):
     (without, gradient), (loss, with_bonus) = (policy_loss(name, 1.0, entropy_coefficient=c) for c in (0.0, 0.5))

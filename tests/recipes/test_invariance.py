@@ -21,6 +21,7 @@ OF_ROWS = {"clip_cov", "gigpo", "mt_grpo", "prime"}
 SPLIT = [name for name in NAMES if name not in OF_ROWS | {"dpo", "reward_model", "sft"}]
 SPLIT_DAILY = {"grpo", "ppo", "gspo"}
 OF_SEGMENTS = {"gspo", "gmpo"}
+CENTRED = "algorithm.off_policy={score_centering: 3, weight: token}"
 TRAINED = ("actor", "critic", "process_reward", "reward_model")
 ALL_ON_FSDP = [f"{role}.backend=fsdp" for role in (*TRAINED, "reference")]
 SMALL = [f"{role}.tokens_per_micro_batch=40" for role in (*TRAINED, "reference")]
@@ -111,13 +112,30 @@ def test_iteration_with_roles_on_fsdp_is_unchanged(ranks, task, on_one_rank, tmp
 @pytest.mark.parametrize("name", daily_of(SPLIT, *SPLIT_DAILY))
 def test_iteration_with_responses_cut_into_segments_is_unchanged(ranks, task, on_one_rank, tmp_path, name):
     # Ratios of sequences, and outcomes of the process reward model, are those of segments: with one step the same.
-    overrides = ["algorithm.num_minibatches=1"] if name in OF_SEGMENTS else []
+    # With score centering, whose columns are cut as well.
+    overrides = ["algorithm.num_minibatches=1", CENTRED] if name in OF_SEGMENTS else []
     whole = on_one_rank(name, *overrides)
     assert_trained(whole)
+    assert ("actor/centering_mass" in whole) == (CENTRED in overrides)
     found = first_iteration(ranks, name, task, tmp_path / "cut", 2, [*SMALL, *overrides], split=True)
     rows = sum(parquet.read_metadata(file).num_rows for file in (tmp_path / "cut" / "samples").rglob("*.parquet"))
     assert rows > 1.5 * found["response/samples"]
     compare(found, whole)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [(name, []) for name in NAMES if "off_policy" in load_recipe(RECIPES / f"{name}.py").config.model_fields]
+    + [("grpo", [f"actor.layout={layout}"]) for layout in ("tp2", "pp2", "cp2", "tp2-pp2")]
+    + [("grpo", ["actor.backend=fsdp", f"actor.layout={layout}"]) for layout in ("tp2", "cp2")],
+)
+def test_iteration_with_score_centering_is_unchanged(ranks, task, on_one_rank, tmp_path, name, overrides):
+    centred = [CENTRED, *(["algorithm.old_logprobs=recompute"] if name == "dppo" else [])]
+    whole = on_one_rank(name, *centred)
+    assert_trained(whole)
+    assert 0 < whole["actor/centering_mass"] < 1
+    compare(first_iteration(ranks, name, task, tmp_path / "others", 4, [*SMALL, *centred, *overrides]), whole)
 
 
 @pytest.mark.nightly

@@ -44,6 +44,8 @@ def test_skipped_old_logprobs_with_penalty_report_its_divergence(ranks, tasks, t
         ("grpo", ["old_logprobs=skip", "num_epochs=3"], "num_minibatches and num_epochs must be 1"),
         ("ppo", ["old_logprobs=skip", "kl.coefficient=0.1"], "kl.placement=reward needs log-probs before the update"),
         ("grpo", ["old_logprobs=rollout", "off_policy.weight=token"], "off_policy compares"),
+        ("gspo", ["old_logprobs=skip", "off_policy.score_centering=8"], "off_policy compares"),
+        ("dppo", ["off_policy.weight=token"], "off_policy compares"),
         ("clip_cov", ["old_logprobs=skip"], "'recompute' or 'rollout'"),
     ],
 )

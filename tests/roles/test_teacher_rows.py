@@ -32,12 +32,16 @@ def batch() -> Batch:
 def test_other_prompts_keep_responses_and_return_their_columns():
     prompts = {4: [7, 7, 7, 7], 5: [8]}
     student = batch()
+    student["support_sizes"] = student["loss_mask"] * (student.positions % 3).int()
+    student["support_ids"] = torch.arange(int(student["support_sizes"].sum()), dtype=torch.int32)
     rows = OtherPrompts(prompts.__getitem__, 64, "teachers.self.prompt").read(student)
     read = rows.batch
+    assert torch.equal(read["support_ids"], student["support_ids"]) and len(read["support_ids"]) > 9
     assert read.lengths.tolist() == [4 + 7, 1 + 4, 4 + 9]
     for number, prompt in enumerate((prompts[4], prompts[5], prompts[4])):
         length = int(student["prompt_length"][number])
-        for name, front in (("tokens", prompt), ("loss_mask", [False] * len(prompt))):
+        nothing = [0] * len(prompt)
+        for name, front in (("tokens", prompt), ("loss_mask", nothing), ("support_sizes", nothing)):
             assert read.row(name, number).tolist() == front + student.row(name, number)[length:].tolist()
     column = torch.arange(1.0, read.total_tokens + 1)[:, None] * torch.tensor([1.0, 10.0])
     restored = rows.restore(column * read["loss_mask"][:, None])

@@ -219,6 +219,19 @@ def test_remote_engine_resumes_a_partial_sample(engine):
     assert {sample.policy_versions for sample in joined} == {(7,) * 58}
 
 
+def test_remote_engine_has_candidates_and_likeliest_tokens(engine):
+    sampling = Sampling(max_new_tokens=20, temperature=1.5, top_p=0.7, returns_support=True, top_logprobs=40)
+    for sample in engine.generate(requests(3), sampling):
+        ids = sample.support.ids.split(sample.support.sizes.tolist())
+        for token, logprob, candidates, (values, likeliest) in zip(
+            sample.tokens, sample.logprobs, ids, sample.top, strict=True
+        ):
+            known = values > -torch.inf  # of the vocabulary of 32
+            assert sorted(likeliest[known].tolist()) == sorted(candidates.tolist()) and len(values) == 40
+            assert values[known].exp().sum() == pytest.approx(1.0, abs=1e-5)
+            assert values[likeliest.tolist().index(token)] == pytest.approx(logprob, abs=1e-6)
+
+
 def test_remote_engine_and_its_server_end_at_a_stop_string(engine, server):
     decode = decoder(read_tokenizer(server.folder / "model"))
     (whole,) = engine.generate(requests(1), Sampling(max_new_tokens=40, temperature=0.0))

@@ -25,6 +25,7 @@ from verl_mg.roles.reward import RewardRole, SampleTexts
 from verl_mg.rollout.engine_group import EngineGroup
 from verl_mg.rollout.rollout import LocalRolloutState, RolloutSetup
 from verl_mg.rollout.sync_rollout import SyncRollout
+from verl_mg.rows.samples import OptionalColumns
 from verl_mg.run.sample_state import SampleState
 
 PROMPTS, GROUP = 5, 3
@@ -102,7 +103,7 @@ def make_rollout(
     engine = SplittingEngine(InstantEngine(), tokenizer.decode, reward=reward, agents=agents or ("",))
     setup = RolloutSetup(
         sampling=Sampling(max_new_tokens=9), seed=5, context=context, prompts=feed, records=records, reward=role,
-        agent_names=agents,
+        columns=OptionalColumns(agent_names=agents),
     )  # fmt: skip
     return SyncRollout(Group(engine, context, local), setup, **options), role, feed
 

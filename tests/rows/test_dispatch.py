@@ -31,6 +31,8 @@ def rows_held_by(rank: int) -> Batch:
     batch["loss_mask"] = batch.positions > 1
     batch["mine"] = (batch.expand_to_tokens(batch["sample_id"])[:, None] * torch.tensor([1.0, -0.5])).to(torch.float16)
     batch["reward"] = batch["sample_id"] / 4
+    batch["support_sizes"] = (batch["tokens"] % 3).int()
+    batch["support_ids"] = torch.tensor([t for token in batch["tokens"].tolist() for t in [token] * (token % 3)]).int()
     return batch
 
 
@@ -56,6 +58,8 @@ def test_gathered_rows_are_in_order_and_scattered_columns_reach_their_owners(ran
             assert fetched.row("tokens", i).tolist() == [10 * sample_id + t for t in range(sample_id + 2)]
             assert fetched.row("mine", i).tolist() == [[sample_id, -sample_id / 2]] * (sample_id + 2)
         assert fetched["reward"].tolist() == [i / 4 for i in ids]
+        flat = [10 * i + t for i in ids for t in range(i + 2)]
+        assert fetched["support_ids"].tolist() == [token for token in flat for _ in range(token % 3)]
         assert fetched["mine"].dtype is torch.float16 and fetched["loss_mask"].dtype is torch.bool
         assert fetched.kind("mine") is ColumnKind.TOKEN
 

@@ -10,9 +10,11 @@ from verl_mg.batch import ColumnKind
 from verl_mg.rows.plan import ColumnPart, ColumnSchema, Delivery, Return, RowIndex, plan_deliveries, plan_returns
 
 TOKENS, MASK, REWARD = ColumnPart("tokens"), ColumnPart("loss_mask"), ColumnPart("reward")
+CANDIDATES = ColumnPart("support_ids")
 SCHEMA = {
     "loss_mask": ColumnSchema(ColumnKind.TOKEN, torch.bool, ()),
     "reward": ColumnSchema(ColumnKind.SEQUENCE, torch.float32, ()),
+    "support_ids": ColumnSchema(ColumnKind.CANDIDATE, torch.int32, ()),
     "routed_experts": ColumnSchema(ColumnKind.TOKEN, torch.int16, (4, 2)),
     "tokens": ColumnSchema(ColumnKind.TOKEN, torch.int64, ()),
 }
@@ -27,7 +29,8 @@ def routed(*layers):
 def index(owners, lengths):
     rows = range(len(owners))
     local = [owners[:row].count(owners[row]) for row in rows]
-    return RowIndex(tuple(rows), tuple(owners), tuple(local), tuple(lengths), (), (), SCHEMA)
+    candidates = tuple(3 * length for length in lengths)
+    return RowIndex(tuple(rows), tuple(owners), tuple(local), tuple(lengths), (), (), SCHEMA, candidates=candidates)
 
 
 def test_plan_deliveries_of_stages_on_two_nodes_equals_hand_count():
@@ -62,7 +65,7 @@ def units(part):
 
 
 def unit_bytes(name, length):
-    return 4 if name == "reward" else length * WIDTHS.get(name, 4)
+    return 4 if name == "reward" else length * WIDTHS.get(name, 4 * 3 if name == "support_ids" else 4)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -75,7 +78,7 @@ def test_plan_deliveries_moves_each_wanted_byte_once_and_into_a_node_once(seed):
     wanted = [draw.choice(slots) for _ in range(ranks)]
     by_stage = {1: [routed(0, 1, 2, 3)], 2: [routed(0, 2), routed(1, 3)], 4: [routed(i) for i in range(4)]}[stages]
     columns = [[*([TOKENS] if stage in (0, stages - 1) else []), part] for stage, part in enumerate(by_stage)]
-    columns[-1] += [MASK, REWARD]
+    columns[-1] += [MASK, REWARD, CANDIDATES]
     needed = [draw.choice(columns) for _ in range(ranks)]
     has = {rank: {(row, None) for row in range(number) if rows.owner_rank[row] == rank} for rank in range(ranks)}
     arrived, entered = Counter(), Counter()

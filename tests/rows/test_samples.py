@@ -1,13 +1,18 @@
 """Rows of samples against loops over the segments."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_mg.data import Prompt
 from verl_mg.engines.engine import Sample
+from verl_mg.engines.sampled_support import SampledSupport
 from verl_mg.engines.trajectory import MAX_SAMPLES, MAX_SEGMENTS, NOT_GENERATED, Segment, Trajectory
-from verl_mg.rows.samples import samples_to_batch
+from verl_mg.errors import UserError
+from verl_mg.rows.samples import OptionalColumns, samples_to_batch
 
 VERSION = 7
 tokens = st.lists(st.tuples(st.integers(0, 50), st.integers(NOT_GENERATED, 6)), min_size=1, max_size=6)
@@ -43,7 +48,7 @@ def test_samples_to_batch_of_trajectories_has_a_row_for_each_segment(drawn):
         Sample(i, (), (), (), "timeout" if late else "stop", trajectory=Trajectory(parts, (), None))
         for i, (_, parts, late) in zip(ids, drawn, strict=True)
     ]
-    batch = samples_to_batch(prompts, samples, VERSION, (2, 1))
+    batch = samples_to_batch(prompts, samples, VERSION, OptionalColumns((2, 1)))
     expected = []
     for i, prompt, (_, parts, late) in zip(ids, prompts, drawn, strict=True):
         nothing = Segment(prompt.tokens, (0.0,) * len(prompt.tokens), (NOT_GENERATED,) * len(prompt.tokens), late)
@@ -79,7 +84,7 @@ def test_samples_to_batch_of_trajectories_has_a_row_for_each_segment(drawn):
 def test_samples_to_batch_of_agents_with_names_has_a_trajectory_for_each_that_trains(drawn):
     prompts = [Prompt(n, (9,), "", None, {}) for n in range(len(drawn))]
     samples = [Sample(n, (), (), (), "stop", trajectory=Trajectory(parts, (), None)) for n, parts in enumerate(drawn)]
-    batch = samples_to_batch(prompts, samples, VERSION, (2, 1), ("critic", "solver"))
+    batch = samples_to_batch(prompts, samples, VERSION, OptionalColumns((2, 1), agent_names=("critic", "solver")))
     columns = ("agent", "trajectory", "sample_id", "prefix_of", "prefix_length")
     rows = list(zip(*(batch[name].tolist() for name in columns), strict=True))
     expected = []
@@ -104,3 +109,29 @@ def test_samples_to_batch_without_agents_has_a_trajectory_for_each_row():
     assert batch["policy_version"].tolist() == [1, VERSION] and batch["truncated"].tolist() == [True, False]
     assert batch["prompt_length"].tolist() == [2, 1] and not {"prefix_of", "prefix_length"} & set(batch.names())
     assert batch["loss_mask"].tolist() == [False, False, True, True, False]
+
+
+def support(*candidates):
+    flat = [token for own in candidates for token in own]
+    sizes = torch.tensor([len(own) for own in candidates], dtype=torch.int32)
+    return SampledSupport(sizes, torch.tensor(flat, dtype=torch.int32))
+
+
+def test_samples_to_batch_with_candidates_has_those_of_responses_and_segments():
+    prompts = [Prompt(n, (1, 2), "", None, {}) for n in range(3)]
+    plain = Sample(0, (5, 6), (-1.0, -2.0), (2, 1), "stop", support=support([9, 5], []))
+    segment = Segment((1, 5, 3), (0, -0.1, 0), (-1, 2, -1), False, support=support([], [5, 7, 8], []))
+    samples = [
+        plain,
+        Sample(1, (), (), (), "stop"),
+        Sample(2, (), (), (), "stop", trajectory=Trajectory((segment,), (), None)),
+    ]
+    batch = samples_to_batch(prompts, samples, VERSION, OptionalColumns(has_support=True))
+    assert batch["support_sizes"].tolist() == [0, 0, 2, 0, 0, 0, 0, 3, 0]
+    assert batch["support_ids"].tolist() == [9, 5, 5, 7, 8] and batch["support_ids"].dtype is torch.int32
+    assert "support_ids" not in samples_to_batch(prompts, samples, VERSION).names()
+    none = samples_to_batch([], [], VERSION, OptionalColumns(has_support=True))
+    assert {"support_sizes", "support_ids"} <= set(none.names())
+    for broken in (None, support([9, 4], [])):  # silent, and without the token that was drawn
+        with pytest.raises(UserError, match=r"^algorithm\.support: the engine of sample_id 0 reported tokens without"):
+            samples_to_batch(prompts[:1], [replace(plain, support=broken)], VERSION, OptionalColumns(has_support=True))

@@ -105,12 +105,16 @@ def test_engine_arguments_deterministic_enables_deterministic_inference(monkeypa
     assert engine_arguments(Path("model"), settings)["enable_deterministic_inference"] is wanted
 
 
-def test_deterministic_with_an_unseeded_server_raises(inputs):
+def info_of(inputs) -> ServerInfo:
     model = read_config(inputs / "model")
     texts = {"device": "cpu", "model": "model", "architecture": model.architecture, "layout": "tp1"}
     sizes = {"vocab": model.vocab, "context": 64, "tp": 1, "dp": 1, "pp": 1, "max_running": 4, "nodes": 1}
     others = {"disaggregation": "null", "seeded": False, "routed": False, "shard_obstacle": ""}
-    info = ServerInfo(start="", version="", **texts, **sizes, **others)
+    return ServerInfo(start="", version="", cache_tokens=256, **texts, **sizes, **others)
+
+
+def test_deterministic_with_an_unseeded_server_raises(inputs):
+    model, info = read_config(inputs / "model"), info_of(inputs)
     check("http://node7", info, ServerRequirements(model, 32))
     unseeded = "job.deterministic is not supported. Start the server with --enable-deterministic-inference"
     with pytest.raises(UserError, match=unseeded):
@@ -123,3 +127,14 @@ def test_deterministic_with_an_unseeded_server_raises(inputs):
     for unsupported in (replace(needs, in_flight=True), replace(needs, routed=(2, 2))):
         with pytest.raises(UserError, match="pairs of servers for prefill and decoding do not support rollout.*Leave"):
             check("http://node7", replace(prefill, routed=True), unsupported)
+    with pytest.raises(UserError, match="draws are not known with pairs of servers for prefill and decoding. Set alg"):
+        check("http://node7", replace(prefill, max_candidates=9), replace(needs, candidates=9))
+
+
+def test_candidates_that_a_server_does_not_report_raise(inputs):
+    info, needs = info_of(inputs), ServerRequirements(read_config(inputs / "model"), 32, candidates=9)
+    check("http://node7", replace(info, max_candidates=9), needs)
+    with pytest.raises(UserError, match="reports 8 candidates of a token at most, and 9 are possible. Start"):
+        check("http://node7", replace(info, max_candidates=8), needs)
+    with pytest.raises(UserError, match="draws are not known with --speculative-algorithm EAGLE. Set"):
+        check("http://node7", replace(info, max_candidates=9, draft="EAGLE"), needs)

@@ -70,6 +70,7 @@ def test_replay_on_the_same_ranks_is_bitwise_identical(ranks, inputs, tmp_path, 
     run, again = tmp_path / "run", tmp_path / "again"
     of = inputs / "changing.py" if recipe == "changing" else recipe
     settings = ["algorithm.kl.coefficient=0.01", "algorithm.num_minibatches=2", f"data.test={inputs / 'sums.jsonl'}"]
+    settings += ["algorithm.off_policy.score_centering=2"] if recipe != "changing" else []
     ranks.run(2, job, of, inputs, run, [*settings, "checkpoint.every=1", "checkpoint.keep=3", "evaluation.every=1"])
     shutil.rmtree(run / "checkpoints" / "000002")
     ranks.run(2, job, of, inputs, again, [*settings, "evaluation.every=1"], RunMode(replayed=f"{run}@3"))

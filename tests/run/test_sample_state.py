@@ -7,10 +7,18 @@ import torch
 from pydantic import ValidationError
 
 from verl_mg.engines.engine import Sample
+from verl_mg.engines.sampled_support import SampledSupport
 from verl_mg.engines.trajectory import ConversationTurn, Segment, Trajectory
 from verl_mg.images import Image
 from verl_mg.rewards import Reward
-from verl_mg.run.sample_state import SampleState, experts_of, images_of
+from verl_mg.run.sample_state import REPORTS, SampleState, images_of, reports_of
+
+
+def reported(tokens: int) -> tuple[SampledSupport, torch.Tensor]:
+    """Two candidates of the last token, and one likeliest token in the place of each."""
+    sizes = torch.tensor([0] * (tokens - 1) + [2], dtype=torch.int32)
+    top = torch.full((tokens, 2, 1), -math.inf)
+    return SampledSupport(sizes, torch.tensor([8, 5], dtype=torch.int32)), top
 
 
 def agent_sample() -> Sample:
@@ -21,7 +29,17 @@ def agent_sample() -> Sample:
 
     segments = (
         Segment((5, 6, 7), (0.0, -1 / 3, -math.pi), (-1, 4, 5), False, routed_experts=experts(2)),
-        Segment((5, 6, 900, 8), (0.0, 0.0, 0.0, -1e-30), (-1, -1, -1, 3), True, 0, 2, experts(3), (Image(b"a"),)),
+        Segment(
+            (5, 6, 900, 8),
+            (0.0, 0.0, 0.0, -1e-30),
+            (-1, -1, -1, 3),
+            True,
+            0,
+            2,
+            experts(3),
+            *reported(4),
+            (Image(b"a"),),
+        ),
     )
     call = {"id": "a", "type": "function", "function": {"name": "run", "arguments": '{"x": "\\ud800"}'}}
     question = {"role": "user", "content": "ü"}
@@ -36,17 +54,20 @@ def agent_sample() -> Sample:
 
 def plain_sample() -> Sample:
     images = (Image(b"a"), Image(b"b"), Image(b"a"))
-    return Sample(3, (1, 2), (-0.1, -0.2), (0, 1), "length", torch.ones(4, 2, 1, dtype=torch.int16), images=images)
+    experts = torch.ones(4, 2, 1, dtype=torch.int16)
+    return Sample(3, (1, 2), (-0.1, -0.2), (0, 1), "length", experts, *reported(2), images=images)
 
 
 @pytest.mark.parametrize("sample", [agent_sample(), plain_sample()], ids=["agent", "plain"])
 def test_sample_state_in_json_gives_the_same_sample(sample):
-    text, experts = SampleState.of(sample).model_dump_json(), experts_of(sample)
-    again = SampleState.model_validate_json(text).to_sample(experts, images_of(sample))
+    text, reports = SampleState.of(sample).model_dump_json(), reports_of("partial", sample)
+    again = SampleState.model_validate_json(text).to_sample("partial", reports, images_of(sample))
     assert len(images_of(sample)) == (1 if sample.trajectory else 2)
-    assert again == sample  # without the experts, which are compared by name
-    assert experts.keys() == experts_of(again).keys() and len(experts) == (2 if sample.trajectory else 1)
-    assert all(torch.equal(experts[name], tensor) for name, tensor in experts_of(again).items())
+    assert again == sample  # without the reports, which are compared by key
+    keys = [f"{name}/partial/{number}" for name in REPORTS for number in (["11/1"] if sample.trajectory else ["3"])]
+    assert reports.keys() == {*keys, *(["routed_experts/partial/11/0"] if sample.trajectory else [])}
+    read = reports_of("partial", again)
+    assert read.keys() == reports.keys() and all(torch.equal(read[key], tensor) for key, tensor in reports.items())
 
 
 def test_sample_state_has_highest_token_and_oldest_version_of_all_segments():

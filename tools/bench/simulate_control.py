@@ -60,7 +60,7 @@ SCHEMA = {
     )
 }
 """Columns of the batch in an update."""
-FORWARD_SCHEMA = {name: SCHEMA[name] for name in FORWARD_COLUMNS}
+FORWARD_SCHEMA = {name: SCHEMA[name] for name in FORWARD_COLUMNS if name in SCHEMA}
 """Columns of the batch in a forward pass."""
 OPENS_OF_RANK, OPENS_OF_RANK_0 = 3, 9
 """A rank writes its file of a checkpoint, reads it for its sum, and for its values; rank 0 has a few files more."""

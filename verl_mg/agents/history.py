@@ -36,6 +36,7 @@ import torch
 from verl_mg.agents.call import Call, RequestError
 from verl_mg.agents.renderer import ConversationRenderer
 from verl_mg.engines.engine import Sample
+from verl_mg.engines.sampled_support import join_supports, join_tops
 from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, Segment
 from verl_mg.images import RowImages
 
@@ -148,7 +149,8 @@ class ConversationHistory:
         segment, start, count = self._segments[number], len(context.tokens), len(sample.tokens)
         logprobs = sample.logprobs if trained else (0.0,) * count
         versions = sample.policy_versions if trained else (NOT_GENERATED,) * count
-        observed, routed, before = start - len(segment.tokens), sample.routed_experts, segment.routed_experts
+        num_before = len(segment.tokens)
+        observed, routed, before = start - num_before, sample.routed_experts, segment.routed_experts
         if routed is not None and before is not None:
             # The earlier tokens were generated with the experts reported then.
             routed = torch.cat([before, routed[len(before) :]])
@@ -159,6 +161,10 @@ class ConversationHistory:
             policy_versions=(*segment.policy_versions, *(NOT_GENERATED,) * observed, *versions),
             truncated=truncated,
             routed_experts=before if routed is None else routed,
+            support=join_supports(
+                [(num_before, segment.support), (observed, None), (count, sample.support if trained else None)]
+            ),
+            top=join_tops([(num_before, segment.top), (observed, None), (count, sample.top if trained else None)]),
             images=context.images,
         )
         known = _KnownReply(

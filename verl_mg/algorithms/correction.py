@@ -92,6 +92,25 @@ def importance_weights(
     return torch.where(mask, weights, 0.0), {"correction_below": below.float(), "correction_above": above.float()}
 
 
+def with_other_token(ratio: str, difference: Tensor, others: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
+    """Returns (tokens, n) logarithms of a weight's ratio with another token in the place of each.
+
+    The other tokens of its sequence stay: with d = [0.2, 0.4] of one sequence, a token with d = 0.5 in the place of the
+    first makes 0.5, 0.9 and 0.45 for "token", "sequence" and "geometric".
+
+    Args:
+        ratio: one of RATIOS.
+        difference, mask, sequence_ids: as in `importance_weights`.
+        others: (tokens, n) d of the other tokens.
+    """
+    over = OVER[OF_RATIO[ratio]]
+    # The statistics are linear in d: the change of one token counts by its share.
+    changes = others - difference[:, None]
+    count = torch.bincount(sequence_ids, mask.double()).clamp(min=1)[sequence_ids].float()
+    share = 1 / count if ratio == "geometric" else torch.ones_like(count)
+    return over(difference, mask, sequence_ids)[:, None] + share[:, None] * changes
+
+
 def weight_sums(ratio: str, weights: Tensor, mask: Tensor, sequence_ids: Tensor) -> Tensor:
     """Returns (2,) float64 sum and number of the weights, one for each token or sequence; they add up over ranks.
 

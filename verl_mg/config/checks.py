@@ -113,6 +113,23 @@ class JobCase:
         return self.on_gpus and self.rollout.sleep and not self.rollout.num_ranks and not self.rollout.has_servers
 
     @property
+    def support(self) -> str:
+        """Tokens that distributions are over, where draws are limited; evaluations have no such key."""
+        return getattr(self.config.algorithm, "support", "full")
+
+    @property
+    def teacher_of_all_tokens(self) -> str:
+        """Key by which a teacher has another vocabulary, or a server that knows no candidates; "" without one."""
+        keys = {f"teachers.{name}": teacher for name, teacher in self.config.teachers.items()}
+        return next((f"{key}.{'url' if t.url else 'tokenizer'}" for key, t in keys.items() if t.url or t.tokenizer), "")
+
+    @property
+    def drafts(self) -> str:
+        """Key by which engines decode speculatively; "" where they do not."""
+        names = (name for name in ("speculative_algorithm", "speculative_config") if self.extra.get(name))
+        return next((f"rollout.{self.rollout.engine}.{name}" for name in names), "")
+
+    @property
     def has_draft(self) -> bool:
         """Whether an engine of the job has a draft model that is a layer of the actor."""
         return self.engine_ranks > 0 and self.engine.has_draft(self.extra)
@@ -134,6 +151,9 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
     Refusal(lambda c: c.rollout.mode != "sync" and not (c.rollout.has_servers or c.rollout.num_ranks),
             "rollout.mode={c.rollout.mode}: only engines on separate ranks generate while training computes. Write "
             "rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or rollout.mode=sync."),
+    Refusal(lambda c: c.rollout.fixed_requests is None and c.engine.in_rank,
+            "rollout.max_running_requests=auto: the engine {c.rollout.engine} has no cache of a fixed size, so there "
+            "is nothing to follow. Write a number, or rollout.engine=sglang or vllm."),
     *under(
         "rollout.mode=async", lambda c: c.rollout.mode == "async",
         (lambda c: c.rollout.has_servers and c.rollout.weight_transfer == "disk",
@@ -186,6 +206,16 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
     Refusal(lambda c: c.rollout.adapters and c.config.actor.lora is None,
             "rollout.adapters=true: the actor has none. Set actor.lora, or leave it out."),
     *under(
+        "algorithm.support={c.support}", lambda c: c.rollout.limits_draws,
+        (lambda c: c.support == "sampled" and c.teacher_of_all_tokens,
+         "{value} scores tokens of the whole vocabulary. Write algorithm.support=policy or full."),
+        (lambda c: c.support == "policy" and hasattr(c.config.algorithm, "divergence"),
+         "algorithm.divergence compares distributions over the same tokens. Write algorithm.support=sampled or full."),
+        (lambda c: c.support != "full" and c.drafts,
+         "with {value} engines do not report the candidates of drafted tokens. Leave it out, or write "
+         "algorithm.support=full."),
+    ),
+    *under(
         "rollout.adapters=true", lambda c: c.rollout.adapters,
         (lambda c: not c.engine.largest_adapter_rank,
          "the engine {c.rollout.engine} has merged weights. Write rollout.engine=sglang or vllm, or leave it out."),
@@ -231,6 +261,14 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
          "a draft model does not receive changes, only all weights. Leave rollout.delta out."),
         (lambda c: c.rollout.wire != "cast",
          "SGLang has no quantized projection of a draft model. Write rollout.wire=cast."),
+    ),
+    *under(
+        "algorithm.off_policy.score_centering", lambda c: c.config.sampler_top,
+        (lambda c: c.rollout.temperature == 0,
+         "a greedy rollout draws from no distribution. Set rollout.temperature above 0, or leave it out."),
+        # The engine's log-probs are then over all tokens, and not over those that it drew from.
+        (lambda c: c.rollout.limits_draws and c.support == "full",
+         "the distribution that samples are drawn from is not known with algorithm.support=full. Write sampled."),
     ),
     Refusal(lambda c: c.rollout.has_agents and c.rollout.tools,
             "rollout.tools: agents call tools themselves. Leave it out, or leave rollout.agent out."),

@@ -90,6 +90,8 @@ NEEDS = (
           "the rewards of reward.mixture replace it. Write it as one of them"),
     Needs("actor.guard", "action", lambda c: c.actor.guard.max_kl is not None,
           "no divergence is too large. Set actor.guard.max_kl"),
+    Needs("algorithm", "support", lambda c: c.rollout.limits_draws,
+          "every token can be drawn. Set rollout.top_p, top_k or min_p"),
     Needs("algorithm.kl", "placement estimator target horizon min_coefficient max_coefficient",
           lambda c: c.algorithm.kl.enabled, "there is no penalty. Set algorithm.kl.coefficient"),
     Needs("algorithm.kl", "horizon", lambda c: c.algorithm.kl.target, "nothing is adapted. Set algorithm.kl.target"),
@@ -138,6 +140,11 @@ def without_effect(config: Config, roles: Collection[str]) -> Iterator[tuple[str
     for name in _differing(config):
         if name in ROLES and name not in built:
             yield name, "the recipe builds no such role. Choose another recipe"
+    support = getattr(config.algorithm, "support", "sampled")
+    if support != "sampled" and "rollout" not in built:
+        yield "algorithm.support", "the recipe samples nothing. Choose another recipe"
+    if support == "policy" and not built & {"reference", "process_reward", "teachers"}:
+        yield "algorithm.support", "no other model scores the tokens of the policy. Write sampled"
     sections = [getattr(config, name) for name in MODELS if name in built]
     backends = {section.backend for section in (*sections, *config.teachers.values())}
     backends |= {config.reference.backend} if "teachers" in built else set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -51,6 +51,13 @@ class RecipeConfig(ConfigSection):
     A recipe gives a subsection other defaults by an instance, as in `kl: KLConfig = KLConfig(placement="reward")`. Keys
     of the subsection that are not written keep these defaults.
     """
+
+    support: Literal["sampled", "policy", "full"] = "sampled"
+    """Tokens that distributions are over where `rollout.top_p`, `top_k` or `min_p` limit what is drawn. sampled: in the
+    place of each token the candidates of its draw, for the policy, for references and for teachers, so that what is
+    trained is what was sampled, and equal weights have a divergence of 0. policy: the same for the policy only; a
+    penalty then also has a part for what references and teachers give to other tokens. full: the whole vocabulary, for
+    engines too."""
 
     @model_validator(mode="before")
     @classmethod

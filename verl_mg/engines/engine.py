@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from verl_mg.data.prompts import Prompt
+from verl_mg.engines.sampled_support import SampledSupport, join_supports, join_tops
 from verl_mg.engines.trajectory import NOT_GENERATED, Trajectory
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages
@@ -43,6 +44,12 @@ VERIFIED, GENERATED = "verifications", "generated tokens"
 RUNNING, WAITING, OBSERVED = "running requests", "waiting requests", "observations"
 # Sums over observations: tokens in the key-value cache, and its capacity in tokens.
 USED, CAPACITY = "used cache tokens", "cache capacity tokens"
+# Observations of a cache of which more than the share NEARLY is in use: the next tokens may not fit.
+FULL, NEARLY = "observations of a full cache", 0.95
+# Observations by which the limit of running requests was set (`rollout.request_limit`), sum of the limits then, and the
+# observations in each state.
+LIMITED, LIMIT = "limited observations", "request limits"
+GROWING, HOLDING, SHRINKING = "growing observations", "holding observations", "shrinking observations"
 
 Counts = Mapping[str, int]  # sums over requests and observations, by the names above
 
@@ -66,6 +73,10 @@ class Sampling:
     excluded_token_ids: tuple[int, ...] = ()
     """Tokens that are never drawn, such as placeholders of images, which make a context without the image invalid.
     Log-probs of `hf` are under the distribution with these tokens, of SGLang and vLLM without them."""
+    returns_support: bool = False
+    """Whether samples have the candidates of each token where top_k, top_p or min_p limit them; log-probs are then
+    under the distribution that was drawn from, which has the candidates only."""
+    top_logprobs: int = 0  # number of likeliest tokens that samples have for each token
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -80,6 +91,14 @@ class Sampling:
             raise UserError(f"min_p: it is {self.min_p}. Give a number below 1, or 0 to turn it off.")
         if isinstance(self.stop, str) or not all(self.stop):
             raise UserError(f"stop: it is {self.stop!r}. Give strings that are not empty.")
+        if self.top_logprobs < 0:
+            raise UserError(f"top_logprobs: it is {self.top_logprobs}. Give a positive number, or 0 to turn it off.")
+
+    @property
+    def reports_support(self) -> bool:
+        """Whether samples have the candidates of each token: a greedy one has no choice, and without limits all are."""
+        limited = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return self.returns_support and limited and self.temperature > 0
 
 
 @dataclass(frozen=True)
@@ -120,8 +139,9 @@ class Sample:
     id: int
     tokens: tuple[int, ...]  # token ids, a stop token included
     logprobs: tuple[float, ...]
-    """Log-probability of each token, in nats, under the full distribution after temperature scaling (temperature 1 for
-    greedy), so that training can compute the same quantity; 0 for tokens that the policy did not generate."""
+    """Log-probability of each token, in nats, after temperature scaling (temperature 1 for greedy), under the full
+    distribution or, with `support`, under that of the candidates, so that training can compute the same quantity; 0 for
+    tokens that the policy did not generate."""
     policy_versions: tuple[int, ...]
     """Version of the weights that generated each token; NOT_GENERATED for observations of tools."""
     finish: Finish
@@ -129,6 +149,11 @@ class Sample:
     routed_experts: Tensor | None = field(default=None, compare=False)
     """Experts of every token from the first prompt token on, except the last token: int16, (tokens fed to the model,
     layers, top_k). None if the engine does not report them."""
+    support: SampledSupport | None = field(default=None, compare=False)
+    """Candidates of each token; log-probs are under the distribution over them. None without `reports_support`."""
+    top: Tensor | None = field(default=None, compare=False)
+    """Likeliest tokens in the place of each token, (tokens, 2, k) float32: their log-probs, under the distribution of
+    `logprobs` in falling order, and ids; -inf and 0 where there are fewer. None without `Sampling.top_logprobs`."""
     trajectory: Trajectory | None = None
     """The work of an agent on the prompt; the sample itself has no tokens then. None without an agent."""
     images: RowImages = ()  # images of observations, whose placeholders are among the tokens, in their order
@@ -142,12 +167,15 @@ class Sample:
             # A continuation reports experts of its whole context, maybe of newer weights: the earlier tokens were
             # generated with the experts reported then.
             routed = torch.cat([routed_before, routed[len(routed_before) :]])
+        num_before, num_after = len(self.tokens), len(continuation.tokens)
         return replace(
             continuation,
             tokens=self.tokens + continuation.tokens,
             logprobs=self.logprobs + continuation.logprobs,
             policy_versions=self.policy_versions + continuation.policy_versions,
             routed_experts=routed,
+            support=join_supports([(num_before, self.support), (num_after, continuation.support)]),
+            top=join_tops([(num_before, self.top), (num_after, continuation.top)]),
             images=self.images + continuation.images,
         )
 
@@ -165,7 +193,8 @@ class Sample:
 
 def observed_load(running: int, waiting: int, used: int, capacity: int) -> dict[str, int]:
     """Returns the counts of an observation of the load: numbers of requests, and of tokens in the cache."""
-    return {RUNNING: running, WAITING: waiting, USED: used, CAPACITY: capacity, OBSERVED: 1}
+    full = int(used > NEARLY * capacity)
+    return {RUNNING: running, WAITING: waiting, USED: used, CAPACITY: capacity, OBSERVED: 1, FULL: full}
 
 
 def count_metrics(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -182,6 +211,10 @@ def count_metrics(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
         "time/engine_running": (RUNNING, OBSERVED),
         "time/engine_waiting": (WAITING, OBSERVED),
         "time/engine_cache_usage": (USED, CAPACITY),
+        "time/engine_limit": (LIMIT, LIMITED),
+        "time/engine_growing": (GROWING, LIMITED),
+        "time/engine_holding": (HOLDING, LIMITED),
+        "time/engine_shrinking": (SHRINKING, LIMITED),
         "time/prompt_cache_hits": (CACHED, PROMPT),
         "time/draft_acceptance": (ACCEPTED, DRAFTED),
         "time/draft_tokens_per_step": (GENERATED, VERIFIED),
@@ -204,6 +237,10 @@ class RolloutEngine(ABC):
 
     def num_queue_slots(self) -> int:
         """Returns how many requests may wait inside the engine, so that a slot is filled as soon as it is free."""
+        return 0
+
+    def num_cache_tokens(self) -> int:
+        """Returns how many tokens the key-value cache has; 0 where the engine has no cache of a fixed size."""
         return 0
 
     @abstractmethod
@@ -255,6 +292,10 @@ class EngineWrapper(RolloutEngine):
     def num_queue_slots(self) -> int:
         """Returns the queue slots of the engine."""
         return self._engine.num_queue_slots()
+
+    def num_cache_tokens(self) -> int:
+        """Returns the size of the engine's cache."""
+        return self._engine.num_cache_tokens()
 
     def abort(self) -> None:
         """Aborts the engine's requests."""

@@ -163,7 +163,8 @@ def request_key(rid: str, request: dict[str, Any], version: int) -> str:
 
 
 def _size(result: dict[str, Any]) -> int:
-    return TOKEN_BYTES * len(result["tokens"]) + len(result.get("routed_experts") or "")
+    texts = [result.get("routed_experts") or "", *(result.get("support") or ()), *(result.get("top") or ())]
+    return TOKEN_BYTES * len(result["tokens"]) + sum(map(len, texts))
 
 
 class EngineHost(ABC):
@@ -195,8 +196,8 @@ class EngineHost(ABC):
 
         Returns:
             tokens, logprobs, finish ("stop", "length" or "abort"), spans (a list of {"start", "end", "version"} of
-            tokens; others have the version of the last update), routed_experts (base64 of int32, or None) and counts
-            (of `engine.Counts`, since the last sample).
+            tokens; others have the version of the last update), routed_experts (base64 of int32, or None), support and
+            top (`sampled_support.Wire`, or None) and counts (of `engine.Counts`, since the last sample).
         """
 
     @abstractmethod
@@ -256,6 +257,14 @@ class EngineHost(ABC):
         """Returns what the started engine computes with, by part."""
 
     @abstractmethod
+    async def size(self) -> dict[str, int]:
+        """Returns the size of the started engine.
+
+        Returns:
+            max_running, the largest number of requests at the same time, and cache_tokens, of the key-value cache.
+        """
+
+    @abstractmethod
     def shutdown(self) -> None:
         """Ends the engine's processes."""
 
@@ -295,7 +304,8 @@ class EngineHost(ABC):
         self._writer = writer
         self._num_ranks += 1
         chosen = await self.chosen()
-        self._send(ready=True, pid=pid, version=self._version, asleep=sorted(self._asleep), chosen=chosen)
+        state: dict[str, Any] = {"version": self._version, "asleep": sorted(self._asleep), "chosen": chosen}
+        self._send(ready=True, pid=pid, size=await self.size(), **state)
         with contextlib.suppress(ConnectionError):
             # Consumes messages, and does not wait for their work: each starts a task. Ends by {"end"} or the stream.
             while line := await reader.readline():

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from verl_mg.engines.engine import Finish, Request, Sample, Sampling
+from verl_mg.engines.sampled_support import SampledSupport, Wire, widened
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig
 
@@ -33,6 +34,7 @@ ROUTERS = (
     "Choose a runner of experts that reports them, such as rollout.sglang.moe_runner_backend=triton, or set "
     "rollout.replay_routing=false"
 )
+NO_SUPPORT = "Set algorithm.support=full"
 OTHER_WEIGHTS = "Let no other job send weights to this engine, and start it again"
 
 Problem = tuple[str, str]  # what is wrong with a report, and what to do
@@ -81,6 +83,46 @@ class ReportRules:
             what = f"has expert {same} more than once for token {token} in layer {layer}, and routers choose different"
             raise self._error(sample, f"{what} ones", ROUTERS)
         return chosen
+
+    def read_support(self, sample: int, wire: Wire | None, tokens: Sequence[int]) -> SampledSupport:
+        """Returns the candidates of each token, which is one of them."""
+        if wire is None and tokens:
+            raise self._error(sample, "has no candidates of its tokens", NO_SUPPORT)
+        sizes, ids = (np.frombuffer(base64.b64decode(text), dtype=np.int32).copy() for text in wire or ("", ""))
+        if len(sizes) != len(tokens) or (sizes < 1).any() or sizes.sum() != len(ids):
+            what = f"has {len(tokens)} tokens, candidates of {len(sizes)} tokens, and {len(ids)} of {sizes.sum()} ids"
+            raise self._error(sample, what, NO_SUPPORT)
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab:
+            what = f"has the candidates {ids.min()} to {ids.max()}, and the vocabulary has {self.vocab} tokens"
+            raise self._error(sample, what, OTHER_MODEL)
+        place_of = np.repeat(np.arange(len(tokens)), sizes)
+        drawn = place_of[ids == np.asarray(tokens, dtype=np.int32)[place_of]]
+        if not np.array_equal(drawn, np.arange(len(tokens))):
+            raise self._error(sample, "has a token that is not one, or not once, among its candidates", NO_SUPPORT)
+        return SampledSupport(torch.from_numpy(sizes), torch.from_numpy(ids))
+
+    def read_top(self, sample: int, wire: Wire | None, num_tokens: int, count: int) -> Tensor:
+        """Returns the likeliest tokens in the place of each token, (num_tokens, 2, count) float32."""
+        reported = min(count, self.vocab)
+        if wire is None and num_tokens:
+            raise self._error(sample, "has no likeliest tokens", OTHER_VERSION)
+        texts = [base64.b64decode(text) for text in wire or ("", "")]
+        logprobs, ids = np.frombuffer(texts[0], dtype=np.float32), np.frombuffer(texts[1], dtype=np.int32)
+        if not len(logprobs) == len(ids) == num_tokens * reported:
+            what = (
+                f"has {len(logprobs)} log-probs and {len(ids)} ids as the {reported} likeliest of {num_tokens} tokens"
+            )
+            raise self._error(sample, what, OTHER_VERSION)
+        values = logprobs.reshape(num_tokens, reported)
+        # No number is below or above NaN: comparisons are such that it fails each of them.
+        if not ((values[:, 1:] <= values[:, :-1]).all() and (np.exp(values).sum(1) <= 1 + LARGEST_LOGPROB).all()):
+            raise self._error(
+                sample, "has log-probs of likeliest tokens that do not fall, or are of more than 1", OVERFLOW
+            )
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab:
+            what = f"has the likeliest tokens {ids.min()} to {ids.max()}, and the vocabulary has {self.vocab} tokens"
+            raise self._error(sample, what, OTHER_MODEL)
+        return widened(torch.from_numpy(np.stack([values, ids.reshape(values.shape).astype(np.float32)], 1)), count)
 
     def check_counts(self, counts: Mapping[str, int]) -> Mapping[str, int]:
         """Returns the counters of a report if they are valid."""

@@ -32,7 +32,7 @@ ABORT_SECONDS = 10.0  # time limit of an aborted request for returning its parti
 class EngineLimits:
     """Limits and properties of an engine."""
 
-    max_running: int  # largest number of requests at the same time
+    max_running: int  # largest number of requests at the same time; 0: an engine says it when it has started
     max_positions: int  # largest number of tokens of a prompt with its response
     seeded: bool = False  # whether a sample depends only on its seed
     reads_text: bool = False  # whether it has a tokenizer, and can end a response at a string
@@ -157,6 +157,10 @@ class RequestTracker(RolloutEngine):
             "seed": request.seed if self._limits.seeded else None,
             # Whether the sample contains the experts of each token.
             "routed_experts": self._limits.reports.experts is not None,
+            # Whether the sample contains the candidates of each token.
+            "returns_support": sampling.reports_support,
+            "top_logprobs": min(sampling.top_logprobs, self._limits.reports.vocab),
+            "vocab": self._limits.reports.vocab,
             "images": [base64.b64encode(image.data).decode() for image in request.context_images],
         }
         # SGLang aborts every request whose id begins with the given one: the dot keeps sample 1 apart from sample 12.
@@ -175,7 +179,7 @@ class RequestTracker(RolloutEngine):
                 return
 
     def _sample(self, running: _Running, result: dict[str, Any]) -> Sample:
-        request = running.request
+        request, sampling = running.request, running.sampling
         if "error" in result:
             # An engine may report an abort of a request that it has not started as an error.
             if "abort" not in result["error"].lower():
@@ -192,8 +196,11 @@ class RequestTracker(RolloutEngine):
         versions = _versions(result["spans"], len(tokens), self._version)
         rules, num_fed = self._limits.reports, len(request.context) + len(tokens) - 1
         routed = rules.read_experts(request.id, result["routed_experts"], num_fed, finish in ("stop", "length"))
-        sample = Sample(request.id, tokens, tuple(result["logprobs"]), versions, finish, routed)
-        return rules.check(request, running.sampling, sample, self._version)
+        support = rules.read_support(request.id, result["support"], tokens) if sampling.reports_support else None
+        count = sampling.top_logprobs
+        top = rules.read_top(request.id, result["top"], len(tokens), count) if count else None
+        sample = Sample(request.id, tokens, tuple(result["logprobs"]), versions, finish, routed, support, top)
+        return rules.check(request, sampling, sample, self._version)
 
     def _abort_timed_out(self) -> None:
         now = time.monotonic()
@@ -209,9 +216,9 @@ class RequestTracker(RolloutEngine):
 
 def routed_shape(model: Path) -> tuple[int, int]:
     """Returns (layers, experts per token) of an engine's routing data; UserError for a model without experts."""
-    from verl_mg.models.hf_config import read_config
+    from verl_mg.models.transformers_module import read_any_config
 
-    config = read_config(model)
+    config = read_any_config(model)
     if config.experts is None:
         raise UserError(f"rollout.replay_routing: {model} has no experts. Set it to false.")
     return config.layers, config.experts.top_k

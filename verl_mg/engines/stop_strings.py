@@ -74,6 +74,8 @@ def cut_at_stop(sample: Sample, sampling: Sampling, decode: Decode) -> Sample | 
         policy_versions=sample.policy_versions[:length],
         finish="stop",
         routed_experts=None if routed is None else routed[: max(len(routed) - (len(sample.tokens) - length), 0)],
+        support=sample.support and sample.support.part(0, length),
+        top=None if sample.top is None else sample.top[:length],
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from verl_mg.engines.sampled_support import SampledSupport
 from verl_mg.images import RowImages
 from verl_mg.rewards.reward import Reward
 
@@ -51,6 +52,10 @@ class Segment:
     prefix_length: int = 0  # number of leading tokens that are the same in the segment `prefix_of`
     routed_experts: Tensor | None = field(default=None, compare=False)
     """Experts of the tokens, as in `Sample`: int16, (tokens fed to the model, layers, top_k)."""
+    support: SampledSupport | None = field(default=None, compare=False)
+    """Candidates of each of the tokens, as in `Sample`; 0 of them where `policy_versions` is NOT_GENERATED."""
+    top: Tensor | None = field(default=None, compare=False)
+    """Likeliest tokens in the place of each of the tokens, as in `Sample`: (tokens, 2, k) float32."""
     images: RowImages = ()  # images whose placeholders the tokens have, in their order
     agent: str = ""
     """Name of the agent whose replies these are, one of `rollout.agent_names`; "" where agents have no names."""

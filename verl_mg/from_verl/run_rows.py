@@ -81,11 +81,10 @@ def _quantized(job: VerlJob) -> Values:
 
 
 def _sampling(job: VerlJob) -> Values:
-    return {
-        "rollout.temperature": job["aorr.rollout.temperature"],
-        "rollout.top_p": job["aorr.rollout.top_p"],
-        "rollout.top_k": max(job.integer("aorr.rollout.top_k"), 0),
-    }
+    top_p, top_k = job["aorr.rollout.top_p"], max(job.integer("aorr.rollout.top_k"), 0)
+    values = {"rollout.temperature": job["aorr.rollout.temperature"], "rollout.top_p": top_p, "rollout.top_k": top_k}
+    limited = (top_p < 1 or top_k > 0) and values["rollout.temperature"] > 0
+    return values | ({"algorithm.support": "full"} if limited else {})
 
 
 def _evaluation(job: VerlJob) -> Values:
@@ -154,11 +153,16 @@ def _resume(job: VerlJob) -> Values:
     return {}
 
 
+def _folder(text: str) -> str:
+    return text if "://" in text else str(Path(text).expanduser())
+
+
 RUN = (
     Row(("aorr.rollout.name",), ("rollout.engine",), _engine,
         "`sglang` or `vllm`, with `rollout.python` where the engine has a separate environment; or `hf`"),
-    Row(keys_of("aorr.rollout: temperature top_p top_k"), keys_of("rollout: temperature top_p top_k"), _sampling,
-        "off is 0, not -1"),
+    Row(keys_of("aorr.rollout: temperature top_p top_k"),
+        keys_of("rollout: temperature top_p top_k", "algorithm: support"), _sampling,
+        "off is 0, not -1; with limits `full`, as there: all tokens are trained, sampled or not"),
     Row(keys_of("aorr.rollout: tensor_model_parallel_size pipeline_model_parallel_size data_parallel_size "
                 "expert_parallel_size"), ("rollout.layout",), _layout, "`tp8-ep8`; 2 there, 1 here"),
     same("aorr.rollout.gpu_memory_utilization", "rollout.memory_fraction",
@@ -178,7 +182,7 @@ RUN = (
     Row(("trainer.total_training_steps", "trainer.total_epochs"), ("job.iterations",), _iterations,
         "epochs follow from it"),
     Row(("trainer.default_local_dir",), ("job.output",),
-        lambda job: {"job.output": str(Path(str(job["trainer.default_local_dir"])).expanduser())}),
+        lambda job: {"job.output": _folder(str(job["trainer.default_local_dir"]))}),
     Row(("trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "aorr.actor.checkpoint.save_contents"),
         ("checkpoint.every", "checkpoint.keep", "checkpoint.export_every"), _checkpoints,
         "null keeps all; `hf_model` is `export_every`"),

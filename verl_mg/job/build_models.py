@@ -25,6 +25,7 @@ from verl_mg.roles.models import (
     UnadaptedPolicy,
 )
 from verl_mg.roles.role import Batching, Role
+from verl_mg.training.microbatch import SAMPLER_TOP
 from verl_mg.training.model_spec import ModelSpec
 
 MODEL_ROLES: dict[str, type[Role]] = {
@@ -91,7 +92,12 @@ class ModelRoleBuilder:
 
     def _build(self, role: str) -> Role:
         section, kind, context = self._section(role), kind_of(role), self._context
-        batching = Batching(self._config.rollout.temperature, section.tokens_per_micro_batch)
+        support = self._config.algorithm.support
+        on_support = support == "sampled" or (support == "policy" and role == "actor")
+        likeliest = SAMPLER_TOP if role == "actor" and self._config.sampler_top else None
+        batching = Batching(
+            self._config.rollout.temperature, section.tokens_per_micro_batch, on_support=on_support, likeliest=likeliest
+        )
         # With LoRA the weights under the adapters are the reference: a second copy of the model is not needed.
         if role == "reference" and "actor" in self._built and self._config.reference_is_unadapted_actor:
             return UnadaptedPolicy(self._built["actor"], batching, role, context)
@@ -141,6 +147,8 @@ class ModelRoleBuilder:
             trained=trainable is not None and self._learns,
             from_checkpoint=trainable is not None and self._from_checkpoint,
             longest_row=self._config.data.max_prompt_tokens + self._config.rollout.max_new_tokens,
+            # Teachers are not given the column: it has experts of the student.
+            replays_routing=self._config.rollout.replay_routing and not role.startswith(f"{TEACHERS}."),
             recompute=trainable.recompute if trainable else False,
             lora=trainable.lora if trainable else None,
             kernels=self._backends[self._section(role).backend].kernels(path, dtype),

@@ -23,7 +23,7 @@ import torch
 from pyarrow import parquet
 from torch import Tensor
 
-from verl_mg.batch import Batch, ColumnKind
+from verl_mg.batch import SUPPORT_SIZES, Batch, ColumnKind
 from verl_mg.engines.trajectory import without_agent
 from verl_mg.jsonl import replacing
 from verl_mg.monitor.sample_schema import COLUMN as IMAGES
@@ -130,7 +130,7 @@ class SampleWriter:
     ) -> pa.Table:
         """Returns some rows of a batch, with nulls where it has no column of a name."""
         batch = record.batch
-        whole = batch.select_columns({*NUMBERS, *TOKENS, *_parts_of(batch)})
+        whole = batch.select_columns({*NUMBERS, *TOKENS, *_parts_of(batch), SUPPORT_SIZES})  # counts of the candidates
         for name, column in others.items():
             whole.put(_OTHER + name, column.values, column.kind)
         rows = whole.select(index)
@@ -226,12 +226,11 @@ def _columns_of_selections(batch: Batch, trained_batches: Sequence[Batch]) -> di
 def _fill(column: _Column | None, batch: Batch, rows: Tensor, kind: ColumnKind, values: Tensor) -> _Column:
     """Returns a column, new or with earlier values, with the values of some rows, whose indices are ascending."""
     if column is None:
-        entries = batch.total_tokens if kind is ColumnKind.TOKEN else len(batch)
         nothing = torch.zeros(len(batch), dtype=torch.bool)
-        column = _Column(kind, values.new_zeros(entries, *values.shape[1:]), nothing)
+        column = _Column(kind, values.new_zeros(int(batch.counts(kind).sum()), *values.shape[1:]), nothing)
     filled = torch.zeros(len(batch), dtype=torch.bool)
     filled[rows] = True
-    column.values[batch.expand_to_tokens(filled) if kind is ColumnKind.TOKEN else filled] = values.detach()
+    column.values[batch.entries(rows, kind)] = values.detach()
     assert column.present is not None
     return _Column(kind, column.values, column.present | filled)
 
@@ -275,8 +274,7 @@ def _array(rows: Batch, name: str, kind: pa.DataType, absent: np.ndarray | None 
     numbers = (values.float() if values.dtype.is_floating_point else values).numpy().reshape(-1)
     if not pa.types.is_list(kind):
         return pa.array(numbers, mask=absent).cast(kind)
-    lengths = rows.lengths if rows.kind(name) is ColumnKind.TOKEN else torch.ones_like(rows.lengths)
-    offsets = _offsets(lengths * int(np.prod(values.shape[1:])))
+    offsets = _offsets(rows.counts(rows.kind(name)) * int(np.prod(values.shape[1:])))
     entries = pa.array(numbers).cast(kind.value_type)
     return pa.ListArray.from_arrays(offsets, entries, mask=None if absent is None else pa.array(absent))
 

@@ -113,7 +113,7 @@ class TrainableRole(Role):
             epoch = self._mini_batches(batch, num_minibatches)
         steps = epoch * num_epochs  # every epoch has the same mini-batches, so rows are transferred once
         self.num_updates += len(steps)  # on all ranks, here: it is the version of the weights in the next sync
-        outputs = TokenOutputs(teacher=teacher)
+        outputs = self._batching.with_likeliest(TokenOutputs(teacher=teacher), batch)
         objective = Objective(loss, loss_aggregation, self._batching.temperature, outputs, max_length)
         work = partial(self._take_steps, steps, objective)
         first = self.runner.placement.ranks[0]  # its metrics are given to all ranks, as a recipe needs them
@@ -251,13 +251,16 @@ class Policy(Role):
     def compute_logprobs(self, batch: Batch, squares: bool = False) -> Tensor:
         """Returns log p of every token under the loss mask, in nats: a float32 token column with 0 elsewhere.
 
-        The distribution is softmax(logits / temperature), without top-k and top-p.
+        The distribution is softmax(logits / temperature), over the candidates of each draw where the batch has them.
+
+        Entries of the actor have k more numbers where the batch has `sampler_top`: log-probs of its tokens.
 
         Args:
             batch: rows of this rank.
-            squares: whether entries are (2,), a log-prob and the sum of the squared probabilities of the vocabulary.
+            squares: whether entries are (2,), a log-prob and the sum of the squared probabilities of all tokens.
         """
-        return self.forward(batch, "compute_logprobs", outputs=SQUARES if squares else LOGPROBS)
+        outputs = self._batching.with_likeliest(SQUARES if squares else LOGPROBS, batch)
+        return self.forward(batch, "compute_logprobs", outputs=outputs)
 
     def at_temperature(self, temperature: float) -> Policy:
         """Returns a view of this policy whose log-probs are at another temperature."""

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_mg.batch import Batch, ColumnKind
+from verl_mg.batch import SUPPORT_IDS, SUPPORT_SIZES, Batch, ColumnKind
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.distributed.collectives import all_gather_bytes
 from verl_mg.layout import Stage
 from verl_mg.layout.packing import MicroBatchPlan, plan_by_length, plan_evenly
 from verl_mg.layout.shared_prefixes import PrefixLinks, Shared, SharingRows, Unit, join_groups
-from verl_mg.megatron.routing import check_routed_experts, replayed_layers
+from verl_mg.megatron.routing import check_routed_experts
 from verl_mg.models.flops import key_share, row_flops
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.roles.context import JobContext
@@ -25,8 +25,9 @@ from verl_mg.rows.dispatch import gather_rows, scatter_column
 from verl_mg.rows.plan import INDEXED_COLUMNS, ColumnPart, ColumnSchema, Fingerprint, RowIndex
 from verl_mg.sharding.model_table import Head
 from verl_mg.training.logprobs import LOGPROBS, TokenOutputs
-from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH
+from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH, TEACHER_TOP
 from verl_mg.training.offload import CpuOffload
+from verl_mg.training.routed_experts import replayed_layers
 from verl_mg.training.runner import Runner
 
 PREFIX_COLUMNS = ("prefix_of", "prefix_length")
@@ -70,7 +71,8 @@ def mark_shared(rows: Batch, numbers: Sequence[int], shared: Shared) -> Batch:
     return rows
 
 
-FORWARD_COLUMNS = ("tokens", "loss_mask", "routed_experts")
+SUPPORT_COLUMNS = (SUPPORT_SIZES, SUPPORT_IDS)
+FORWARD_COLUMNS = ("tokens", "loss_mask", "routed_experts", *SUPPORT_COLUMNS)
 """Columns that the result of a forward pass depends on."""
 
 
@@ -94,6 +96,18 @@ class Batching:
     """Sampling temperature, which divides the logits; 0 is greedy sampling."""
     tokens_per_micro_batch: int
     """On all ranks of a context-parallel group together."""
+    on_support: bool = True
+    """Whether distributions are over the candidates of each draw, in batches that have them."""
+    likeliest: str | None = None
+    """Column of likeliest tokens whose log-probs are computed as well, in batches that have it; None: there is none."""
+
+    def with_likeliest(self, outputs: TokenOutputs, batch: Batch) -> TokenOutputs:
+        """Returns outputs with the log-probs of likeliest tokens: of the teacher to compare with, or of the sampler."""
+        teacher = outputs.teacher
+        name = TEACHER_TOP if teacher is not None and teacher.layers is None else self.likeliest
+        if name is None or name not in batch:
+            return outputs
+        return replace(outputs, likeliest=name, num_likeliest=batch[name].shape[-1])
 
 
 class Role:
@@ -147,7 +161,8 @@ class Role:
         self._context.offload.release_engines()  # on all ranks: engines of several ranks have a barrier there
         with self._context.timer("row_dispatch"):
             # Other columns need not travel; and calls that depend on the same columns share the transfer.
-            rows = batch.select_columns((*FORWARD_COLUMNS, *PREFIX_COLUMNS))
+            further = () if outputs.likeliest is None else (outputs.likeliest,)
+            rows = batch.select_columns((*FORWARD_COLUMNS, *PREFIX_COLUMNS, *further))
             if mask is not None:
                 rows["loss_mask"] = mask
             index = self._index(batch, rows)
@@ -242,14 +257,20 @@ class Role:
         """
         # Roles of a concurrent block that have the same layout, such as actor and reference, share what is received.
         check_routed_experts(batch, self.runner.table.config)
-        key = (Fingerprint(batch, batch.names()), self.runner.placement, self.runner.table.config, plans)
+        key = (Fingerprint(batch, batch.names()), self.runner.placement, self.runner.table.config, self._omitted, plans)
         return self._context.executor.once(key, lambda: self._gather(batch, index, plans))
+
+    @property
+    def _omitted(self) -> tuple[str, ...]:
+        """Columns that the model does not read: its distributions are over the vocabulary, or it has none."""
+        return () if self._batching.on_support and self.head == "language" else SUPPORT_COLUMNS
 
     def _gather(self, batch: Batch, index: RowIndex, plans: Sequence[MicroBatchPlan]) -> list[list[Batch]]:
         slots = range(len(plans[0].rows))
         by_slot = [[row for plan in plans for micro in plan.rows[slot] for row in micro] for slot in slots]
         stages, model = range(self.runner.layout.pp), self.runner.table.config
-        by_stage = [columns_needed(index.schema, self.runner.stage(stage), model) for stage in stages]
+        schema = {name: column for name, column in index.schema.items() if name not in self._omitted}
+        by_stage = [columns_needed(schema, self.runner.stage(stage), model) for stage in stages]
         places = [self.runner.placement.coordinates(rank) for rank in range(dist.get_world_size())]
         wanted = [by_slot[at.dp * self.runner.layout.cp + at.cp] if at else [] for at in places]
         needed = [by_stage[at.pp] if at else [] for at in places]

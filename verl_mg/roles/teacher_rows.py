@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from verl_mg.batch import Batch
+from verl_mg.batch import SUPPORT_IDS, SUPPORT_SIZES, Batch
 from verl_mg.data.token_alignment import aligned_spans, retokenized, token_ends
 from verl_mg.engines.scoring_server import ScoringServer, TokenScore
 from verl_mg.errors import UserError
@@ -113,6 +113,10 @@ class OtherPrompts:
         mask = torch.zeros(rows.total_tokens, dtype=torch.bool)
         mask[answered] = batch["loss_mask"][responses]
         rows["tokens"], rows["loss_mask"], rows["sample_id"] = tokens, mask, batch["sample_id"]
+        if SUPPORT_IDS in batch:  # only tokens of responses have candidates
+            sizes = torch.zeros(rows.total_tokens, dtype=torch.int32)
+            sizes[answered] = batch[SUPPORT_SIZES][responses]
+            rows[SUPPORT_SIZES], rows[SUPPORT_IDS] = sizes, batch[SUPPORT_IDS]
 
         def restore(column: Tensor) -> Tensor:
             restored = column.new_zeros(batch.total_tokens, *column.shape[1:])

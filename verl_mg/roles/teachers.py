@@ -12,7 +12,7 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Policy
-from verl_mg.roles.role import PREFIX_COLUMNS, ForwardPass
+from verl_mg.roles.role import PREFIX_COLUMNS, SUPPORT_COLUMNS, ForwardPass
 from verl_mg.roles.teacher_rows import ReadingTeacher, Teacher
 from verl_mg.training.logprobs import (
     LOGPROBS,
@@ -25,7 +25,11 @@ from verl_mg.training.logprobs import (
 from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP
 
 # Columns of a batch that teachers are given, without `routed_experts`: these are experts of the student.
-SCORED_COLUMNS = ("tokens", "loss_mask", "sample_id", "trajectory", "prompt_id", "prompt_length", *PREFIX_COLUMNS)
+SCORED_COLUMNS = (
+    *("tokens", "loss_mask", "sample_id", "trajectory", "prompt_id", "prompt_length"),
+    *PREFIX_COLUMNS,
+    *SUPPORT_COLUMNS,
+)
 
 
 class Teachers:

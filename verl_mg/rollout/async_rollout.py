@@ -86,7 +86,7 @@ class AsyncRollout(Rollout):
         """Returns samples of an evaluation; engines work as far ahead as the bound of staleness permits meanwhile."""
         # Training does not submit groups while it waits, and slots that the evaluation does not need would be empty.
         if not self._is_last:
-            self._submit_ahead(self._bound.max_staleness * self._num_prompts)
+            self._submit_ahead(self._bound.largest(self._num_prompts))
         return super().generate_for_eval(prompts, num_samples, **sampling)
 
     def update_weights(self, actor: Actor) -> None:
@@ -156,6 +156,8 @@ class AsyncRollout(Rollout):
         if prompts and not self._is_last:
             self._num_prompts = len(prompts)
             self._all_complete()
+            if self._setup.longest:
+                self._bound.num_runnable = -(-sum(all_gather_json(self._worker.num_slots)) // num_samples)
             self._bound.adapt(sum(g.state is GroupState.COMPLETE for g in self._groups.training), len(prompts))
             self._submit_ahead(self._bound.num_ahead(len(prompts)))
 
@@ -234,7 +236,7 @@ class AsyncRollout(Rollout):
         with self._context.timer("row_dispatch"):
             with self._worker.stopped():
                 self._queue.forget([i for group in groups for i in group.ids])
-            rows = self._assemble(groups)
+            rows = self._assemble(groups, self._sampling)
             batch = rows.batch
             # Counting groups does not bound samples that take longer than `max_staleness` updates; this does, per
             # token.
@@ -252,7 +254,7 @@ class AsyncRollout(Rollout):
         counts = torch.bincount(ages, minlength=self._bound.max_staleness + 1).tolist()
         local = {f"age {age}": float(count) for age, count in enumerate(counts)}
         local |= {"too_old": float(((versions >= 0) & ~mask).sum()), "buffered": float(len(self._groups.completed))}
-        local |= self._take_counts()
+        local |= self._worker.take_counts()
         sums = sum_over_ranks([local])
         trained = max(sum(sums.get(f"age {age}", 0.0) for age in range(len(counts))), 1.0)
         outstanding = sum(len(group.ids) for group in self._groups.training)

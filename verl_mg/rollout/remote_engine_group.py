@@ -326,6 +326,7 @@ def _weight_sync(config: Config, table: ModelTable) -> ServerTransport:
 def server_requirements(config: Config, table: ModelTable) -> ServerRequirements:
     """Returns what the servers of a job must be able to do."""
     rollout = config.rollout
+    asks = rollout.limits_draws and getattr(config.algorithm, "support", "full") != "full"
     return ServerRequirements(
         table.config,
         config.data.max_prompt_tokens + rollout.max_new_tokens,
@@ -335,6 +336,7 @@ def server_requirements(config: Config, table: ModelTable) -> ServerRequirements
         shards=rollout.weight_transfer == "shards" or (rollout.weight_transfer == "disk" and rollout.delta),
         wire=rollout.wire,
         in_flight=rollout.mode == "async",
+        candidates=min(rollout.top_k or table.config.vocab, table.config.vocab) if asks else 0,
     )
 
 

@@ -53,7 +53,9 @@ from verl_mg.rollout.work_queue import GroupFilter, ScoreFilter, WorkQueue
 from verl_mg.rows.dispatch import gather_rows
 from verl_mg.rows.plan import RowIndexer
 from verl_mg.rows.samples import (
+    PLAIN,
     GeneratedRows,
+    OptionalColumns,
     RolloutRecord,
     conversation_of,
     exchange_conversations,
@@ -204,10 +206,10 @@ class RolloutSetup:
     """Receives the batches for the recording of samples."""
     reward: RewardRole | None = None
     """Scores samples while others are generated; None: nothing is scored."""
-    routed_shape: tuple[int, int] | None = None
-    """(layers, experts per token) of the experts that engines report; None: they report none."""
-    agent_names: Sequence[str] = ()
-    """Names of the agents of an episode; () where all requests are of one."""
+    columns: OptionalColumns = PLAIN
+    """Columns of the rows, as far as calls do not differ in them."""
+    longest: int | None = None
+    """Most tokens of a sample with its prompt, where the number of samples in flight follows the engines' load."""
     check: Callable[[Batch], None] | None = None
     """Is called with the rows that `generate` is about to return, on all ranks, and may refuse them."""
 
@@ -237,17 +239,20 @@ class Rollout(RolloutSource):
             self._on_sample,
             self._on_abort,
             restart,
+            setup.longest,
         )
 
     def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
         """Implements `RolloutSource.generate_for_eval`, while samples of training may be in flight."""
         self._context.executor.require_outside_block("rollout.generate_for_eval")
         groups = self._groups.add_evaluation(prompts, num_samples, self._first_evaluation_number)
-        call = self._start(groups, len(groups), replace(self._sampling, **sampling))
+        # Nothing trains on these samples.
+        drawn = replace(self._sampling, returns_support=False, top_logprobs=0, **sampling)
+        call = self._start(groups, len(groups), drawn)
         self._wait_for(call)
         with self._context.timer("row_dispatch"):
             self._exchange(call)
-            rows = self._assemble(groups, is_whole_call=True)
+            rows = self._assemble(groups, drawn, is_whole_call=True)
         self.records.append(RolloutRecord.of(rows))
         return rows.batch
 
@@ -354,13 +359,14 @@ class Rollout(RolloutSource):
         orders = [dict(report["order"]) for report in reports]
         return first_complete(call.groups, call.queued, orders, call.num_needed)
 
-    def _assemble(self, groups: Sequence[Group], is_whole_call: bool = False) -> GeneratedRows:
+    def _assemble(self, groups: Sequence[Group], sampling: Sampling, is_whole_call: bool = False) -> GeneratedRows:
         """Returns this rank's rows of groups, each sent by the rank that generated it, and removes the groups."""
         buffer = self._groups
         score_ids = buffer.score_ids if self._reward else None
-        routed_shape, agent_names = self._setup.routed_shape, self._setup.agent_names
+        columns = self._setup.columns
+        columns = replace(columns, has_support=sampling.reports_support, num_top=sampling.top_logprobs)
         with self._worker.stopped():
-            rows = group_rows(groups, buffer.completed, score_ids, self._engines.version, routed_shape, agent_names)
+            rows = group_rows(groups, buffer.completed, score_ids, self._engines.version, columns)
             buffer.remove(groups, GroupState.RETURNED)  # their scores stay until `RewardRole.wait`
         # Fixed shares give each rank whole groups. Groups of earlier calls, or not all of a call, would be uneven.
         if is_whole_call and self._engines.rows_are_local:
@@ -373,11 +379,6 @@ class Rollout(RolloutSource):
             scores = self._groups.remove(groups, GroupState.DROPPED)
         if self._reward:
             self._reward.discard(scores)
-
-    def _take_counts(self) -> dict[str, float]:
-        """Returns what this rank's engine has done since the last call."""
-        engine = self._engines.engine
-        return self._worker.take_counts() | (dict(engine.take_counts()) if engine else {})
 
     def _return(self, rows: GeneratedRows) -> Batch:
         """Checks and records rows that `generate` returns."""
@@ -420,8 +421,7 @@ def group_rows(
     completed: Mapping[int, Sample],
     score_ids: Mapping[int, int] | None,
     policy_version: int,
-    routed_shape: tuple[int, int] | None = None,
-    agent_names: Sequence[str] = (),
+    columns: OptionalColumns = PLAIN,
 ) -> GeneratedRows:
     """Returns the rows of the samples that this rank's engine has generated; groups are in the order of their ids.
 
@@ -431,7 +431,7 @@ def group_rows(
     pairs = [(group, i) for group in groups for i in group.ids if i in completed]
     samples = [replace(completed[i], id=sample_number(i)) for _, i in pairs]
     prompts = [group.prompt for group, _ in pairs]
-    batch = samples_to_batch(prompts, samples, policy_version, routed_shape, agent_names)
+    batch = samples_to_batch(prompts, samples, policy_version, columns)
     pair_of = {sample_number(i): (group, i) for group, i in pairs}
     episodes = without_agent(batch["trajectory"])
     of_rows = [pair_of[number] for number in episodes.tolist()]

@@ -114,7 +114,7 @@ class SyncRollout(Rollout):
         if self._in_flight:
             self._ready = self._wait_in_flight()
         batch = super().generate_for_eval(prompts, num_samples, **sampling)
-        self._take_counts()  # the evaluation must not be part of the next training call's metrics
+        self._worker.take_counts()  # the evaluation must not be part of the next training call's metrics
         return batch
 
     def update_weights(self, actor: Actor) -> None:
@@ -179,7 +179,7 @@ class SyncRollout(Rollout):
         """
         self._wait_for(call)
         with self._context.timer("row_dispatch"):
-            reports = self._exchange(call, counts=self._take_counts())
+            reports = self._exchange(call, counts=self._worker.take_counts())
             self._measure([report["counts"] for report in reports])
             selected = self._select(call, reports)
             rejected = [call.groups[number] for report in reports for number in report["rejected"]]
@@ -191,7 +191,7 @@ class SyncRollout(Rollout):
                     group.state = GroupState.SCORED
                 scores = [score for report in reports for score in report["scores"]]
                 self.metrics |= filter_metrics(len(rejected), scores)
-            rows = self._assemble(selected, call.is_fresh and len(selected) == len(call.groups))
+            rows = self._assemble(selected, self._sampling, call.is_fresh and len(selected) == len(call.groups))
         self._drop(rejected)
         if not self._partial_rollout:
             self._drop(self._groups.training)

@@ -16,15 +16,15 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg import device
-from verl_mg.batch import Batch, ColumnKind
+from verl_mg.batch import Batch, ColumnKind, entries_of
 from verl_mg.distributed.collectives import ByteSender, all_to_all_bytes, request_bytes
 from verl_mg.images import Image, RowImages, distinct_images
 from verl_mg.rows.plan import ColumnPart, Delivery, RowIndex, plan_deliveries, plan_returns, whole_columns
@@ -75,8 +75,9 @@ def gather_rows(
             sender.send(data, piece.receivers, PASSED_ON)
         result.unpack(piece, data)
     sender.wait()
-    result.batch.images = gather_images(batch, index, wanted, needs_images)
-    return result.batch
+    gathered = result.batch()
+    gathered.images = gather_images(batch, index, wanted, needs_images)
+    return gathered
 
 
 def _request(piece: Delivery) -> tuple[Delivery, Tensor, dist.Work]:
@@ -89,13 +90,14 @@ def _request(piece: Delivery) -> tuple[Delivery, Tensor, dist.Work]:
 class _LocalRows:
     def __init__(self, batch: Batch, index: RowIndex) -> None:
         self._batch, self._index = batch, index
+        self._counts = cache(batch.counts)
 
     def entries(self, parts: Sequence[ColumnPart], rows: Sequence[int]) -> Iterator[tuple[ColumnPart, Tensor]]:
         """Yields each of the parts of rows, (entries of the rows, ...), row after row."""
         local = torch.tensor([self._index.local_row[row] for row in rows], dtype=torch.int64)
-        places = _Places(self._batch, local)
+        places = _places(self._counts, local)
         for part in parts:
-            values, selected = self._batch[part.name], places.of(self._index.schema[part.name].kind)
+            values, selected = self._batch[part.name], places(self._index.schema[part.name].kind)
             if part.layers is None:
                 yield part, values[selected]
             else:
@@ -117,12 +119,19 @@ class _Rows:
         assert len(set(rows)) == len(rows), "a rank wants a row twice"
         self._index, self._rows, self._parts = index, rows, parts
         self._place = {row: place for place, row in enumerate(rows)}
-        self.batch = Batch([index.lengths[row] for row in rows])
-        entries = {ColumnKind.TOKEN: self.batch.total_tokens, ColumnKind.SEQUENCE: len(rows), ColumnKind.UNKNOWN: 0}
+        self._counts = cache(lambda kind: torch.tensor([index.counts(kind)[row] for row in rows], dtype=torch.int64))
+        self._columns: dict[str, Tensor] = {}
         for part in parts:
             column = index.schema[part.name]
-            values = torch.empty(entries[column.kind], *part.shape(index.schema), dtype=column.dtype)
-            self.batch.put(part.name, values, column.kind)
+            entries = int(self._counts(column.kind).sum())
+            self._columns[part.name] = torch.empty(entries, *part.shape(index.schema), dtype=column.dtype)
+
+    def batch(self) -> Batch:
+        """Returns the rows, once all have been received."""
+        received = Batch([self._index.lengths[row] for row in self._rows])
+        for name, values in self._columns.items():
+            received.put(name, values, self._index.schema[name].kind)
+        return received
 
     def copy_local(self, source: _LocalRows, rank: int) -> None:
         local = [row for row in self._rows if self._index.owner_rank[row] == rank]
@@ -134,29 +143,23 @@ class _Rows:
         self._fill(piece.rows, _parts_of(piece, data, self._index))
 
     def _fill(self, rows: Sequence[int], parts: Iterable[tuple[ColumnPart, Tensor]]) -> None:
-        places = _Places(self.batch, torch.tensor([self._place[row] for row in rows], dtype=torch.int64))
+        places = _places(self._counts, torch.tensor([self._place[row] for row in rows], dtype=torch.int64))
         for part, values in parts:
-            self.batch[part.name][places.of(self._index.schema[part.name].kind)] = values
+            self._columns[part.name][places(self._index.schema[part.name].kind)] = values
 
 
-class _Places:
-    """Positions of the entries of rows in the columns of a batch."""
-
-    def __init__(self, batch: Batch, rows: Tensor) -> None:
-        # Cached and only on demand: most rows have several token columns, and some transfers have none.
-        self._rows, self._tokens = rows, cache(partial(batch.entries, rows))
-
-    def of(self, kind: ColumnKind) -> Tensor:
-        """Returns the positions in a column of the kind, (entries,) int64, row after row."""
-        return self._tokens() if kind is ColumnKind.TOKEN else self._rows
+def _places(counts: Callable[[ColumnKind], Tensor], rows: Tensor) -> Callable[[ColumnKind], Tensor]:
+    """Returns the function from a kind to the positions of the entries of rows in a column of it, row after row."""
+    # Cached and only on demand: most rows have several token columns, and some transfers have none.
+    return cache(lambda kind: entries_of(counts(kind), rows))
 
 
 def _parts_of(piece: Delivery, data: Tensor, index: RowIndex) -> Iterator[tuple[ColumnPart, Tensor]]:
     """Yields each part of a piece with its entries as a view of the piece's bytes."""
-    tokens, start = sum(index.lengths[row] for row in piece.rows), 0
+    start, total = 0, cache(lambda kind: sum(index.counts(kind)[row] for row in piece.rows))
     for part in piece.parts:
         column = index.schema[part.name]
-        entries = tokens if column.kind is ColumnKind.TOKEN else len(piece.rows)
+        entries = total(column.kind)
         stop = start + entries * part.entry_bytes(index.schema)
         yield part, data[start:stop].view(column.dtype).view(entries, *part.shape(index.schema))
         start = stop

@@ -33,13 +33,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from verl_mg.batch import Batch, ColumnKind
+from verl_mg.batch import SUPPORT_SIZES, Batch, ColumnKind
 from verl_mg.distributed.collectives import all_gather_bytes
 
-INDEXED_COLUMNS = ("sample_id", "loss_mask", "pair", "trajectory")
+INDEXED_COLUMNS = ("sample_id", "loss_mask", "pair", "trajectory", SUPPORT_SIZES)
 """Columns that the index of a batch depends on."""
-_FIELDS = 5
-"""Integers that a rank sends for each row: sample id, length, scored tokens, group and trajectory."""
+_FIELDS = 6
+"""Integers that a rank sends for each row: sample id, length, scored tokens, group, trajectory and candidates."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,19 @@ class RowIndex:
     """Trajectory of each row; its sample id where the batch has no trajectories."""
     has_images: bool = False
     """Whether rows have images, on some rank."""
+    candidates: tuple[int, ...] = ()
+    """Entries of each row in a candidate column; () where there is no such column."""
 
     def __len__(self) -> int:
         return len(self.sample_ids)
+
+    def counts(self, kind: ColumnKind) -> Sequence[int]:
+        """Returns the number of entries of each row in a column of a kind, as of `Batch`."""
+        if kind is ColumnKind.TOKEN:
+            return self.lengths
+        if kind is ColumnKind.CANDIDATE:
+            return self.candidates or [0] * len(self)
+        return [1] * len(self)
 
     @property
     def row_groups_by_trajectory(self) -> list[list[tuple[int, ...]]]:
@@ -137,7 +147,7 @@ class _Report:
     """Contribution of one rank to the index."""
 
     rows: Tensor | None
-    """(n, 5) int64, see `_FIELDS`; None where the rank has kept the index."""
+    """(n, 6) int64, see `_FIELDS`; None where the rank has kept the index."""
     schema: bytes
     has_images: bool
 
@@ -207,13 +217,14 @@ def _gather(report: _Report) -> list[_Report]:
 
 
 def _local_rows(batch: Batch) -> Tensor:
-    """Returns the integers of each row of this rank, (n, 5) int64, see `_FIELDS`."""
+    """Returns the integers of each row of this rank, (n, 6) int64, see `_FIELDS`."""
     scored = (batch["loss_mask"] & (batch.positions > 0)).long()
     counts = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.sequence_ids, scored)
     ids = batch["sample_id"]
     groups, trajectories = (batch[name if name in batch else "sample_id"] for name in ("pair", "trajectory"))
     # A rank without rows may have a column with another data type.
-    return torch.stack([column.long() for column in (ids, batch.lengths, counts, groups, trajectories)], dim=1)
+    columns = (ids, batch.lengths, counts, groups, trajectories, batch.counts(ColumnKind.CANDIDATE))
+    return torch.stack([column.long() for column in columns], dim=1)
 
 
 def _merge(by_rank: Sequence[Tensor]) -> RowIndex:
@@ -223,7 +234,7 @@ def _merge(by_rank: Sequence[Tensor]) -> RowIndex:
     owners = torch.repeat_interleave(torch.arange(len(by_rank)), sizes)
     local = torch.arange(len(rows)) - (sizes.cumsum(0) - sizes)[owners]
     order = rows[:, 0].argsort()
-    sample_ids, lengths, scored, groups, trajectories = (tuple(column.tolist()) for column in rows[order].unbind(1))
+    sample_ids, lengths, scored, groups, trajectories, candidates = (tuple(c.tolist()) for c in rows[order].unbind(1))
     if len(set(sample_ids)) != len(sample_ids):
         raise ValueError("two rows of the batch have the same sample_id")
     members: dict[int, list[int]] = {}
@@ -231,7 +242,16 @@ def _merge(by_rank: Sequence[Tensor]) -> RowIndex:
         members.setdefault(group, []).append(row)
     owner_rank, local_row = tuple(owners[order].tolist()), tuple(local[order].tolist())
     row_groups = tuple(map(tuple, members.values()))
-    return RowIndex(sample_ids, owner_rank, local_row, lengths, scored, row_groups, trajectories=trajectories)
+    return RowIndex(
+        sample_ids,
+        owner_rank,
+        local_row,
+        lengths,
+        scored,
+        row_groups,
+        trajectories=trajectories,
+        candidates=candidates,
+    )
 
 
 def _describe(batch: Batch) -> bytes:
@@ -310,11 +330,11 @@ def whole_columns(schema: Mapping[str, ColumnSchema]) -> tuple[ColumnPart, ...]:
 
 def row_bytes(index: RowIndex, rows: Sequence[int], parts: Sequence[ColumnPart]) -> list[int]:
     """Returns the bytes of parts of each of `rows`, which are row numbers of the index."""
-    sizes = {ColumnKind.TOKEN: 0, ColumnKind.SEQUENCE: 0, ColumnKind.UNKNOWN: 0}
+    sizes: Counter[ColumnKind] = Counter()
     for part in parts:
         sizes[index.schema[part.name].kind] += part.entry_bytes(index.schema)
-    per_token, per_row = sizes[ColumnKind.TOKEN], sizes[ColumnKind.SEQUENCE]
-    return [per_token * index.lengths[row] + per_row for row in rows]
+    by_kind = [(size, index.counts(kind)) for kind, size in sizes.items()]
+    return [sum(size * counts[row] for size, counts in by_kind) for row in rows]
 
 
 def plan_deliveries(

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_mg.batch import Batch, ColumnKind
+from verl_mg.batch import SUPPORT_IDS, SUPPORT_SIZES, Batch, ColumnKind
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_to_all_json
 from verl_mg.engines.engine import Sample
+from verl_mg.engines.sampled_support import SampledSupport, join_supports, join_tops
 from verl_mg.engines.trajectory import (
     MAX_SAMPLES,
     MAX_SEGMENTS,
@@ -25,8 +26,9 @@ from verl_mg.engines.trajectory import (
     Segment,
     Trajectory,
 )
+from verl_mg.errors import UserError
 from verl_mg.rewards import Reward
-from verl_mg.training.microbatch import TEACHER_HIDDEN, TEACHER_TOP
+from verl_mg.training.microbatch import SAMPLER_TOP, TEACHER_HIDDEN, TEACHER_TOP
 
 Conversation = Mapping[str, Any]
 """Trajectory without its tokens: turns, sizes of the segments, log, error, and the reward of the agent.
@@ -50,12 +52,24 @@ class _Row:
     """Row whose first tokens this one repeats; its own id where there is none."""
 
 
+@dataclass(frozen=True)
+class OptionalColumns:
+    """Columns that all ranks have, also where their samples report nothing."""
+
+    routed_shape: tuple[int, int] | None = None  # (layers, experts per token) of `routed_experts`; None: no such column
+    has_support: bool = False  # whether there are candidates of each token
+    num_top: int = 0  # likeliest tokens in `sampler_top`; 0: no such column
+    agent_names: Sequence[str] = ()  # agents of an episode, whose numbers `agent` has; (): no such column
+
+
+PLAIN = OptionalColumns()
+
+
 def samples_to_batch(
     prompts: Sequence[Prompt],
     samples: Sequence[Sample],
     policy_version: int,
-    routed_shape: tuple[int, int] | None = None,
-    agent_names: Sequence[str] = (),
+    columns: OptionalColumns = PLAIN,
 ) -> Batch:
     """Returns rows of context and response, without the columns `group` and `generated_by`.
 
@@ -69,12 +83,12 @@ def samples_to_batch(
     sample ids 5120 and 5121, trajectory 5, prefix_of 5120 and prefix_length 0 and 3. These two columns exist only where
     samples have trajectories: then all of them have one.
 
-    With `agent_names` the rows of an agent are a trajectory: if in the example the second segment is of the second
+    With names of agents the rows of an agent are a trajectory: if in the example the second segment is of the second
     agent, the column `agent` is 0 and 1, and `trajectory` 5 and MAX_SAMPLES + 5. An agent without trained turns has no
     rows if another one has some.
 
-    `policy_version` is for rows without generated tokens. `routed_shape` is (layers, experts per token); with it all
-    ranks have the column `routed_experts`, also where their samples report none.
+    `policy_version` is for rows without generated tokens. UserError where an engine did not report the candidates of a
+    token, not the token itself among them, or not the likeliest tokens.
     """
     pairs = enumerate(zip(prompts, samples, strict=True))
     rows = [row for i, (prompt, sample) in pairs for row in _rows_of(i, prompt, sample)]
@@ -84,8 +98,8 @@ def samples_to_batch(
     batch["prompt_length"] = torch.tensor([row.prompt_length for row in rows], dtype=torch.int64)
     batch["prompt_id"] = torch.tensor([prompt.id for prompt in prompts], dtype=torch.int64)[sample_of_row]
     batch["trajectory"] = torch.tensor([sample.id for sample in samples], dtype=torch.int64)[sample_of_row]
-    if agent_names:
-        numbers = {name: number for number, name in enumerate(agent_names)}
+    if columns.agent_names:
+        numbers = {name: number for number, name in enumerate(columns.agent_names)}
         # A sample whose agents have requested nothing has one row, of the first.
         batch.put("agent", torch.tensor([numbers.get(part.agent, 0) for part in parts]).long(), ColumnKind.SEQUENCE)
         batch["trajectory"] += MAX_SAMPLES * batch["agent"]
@@ -107,10 +121,49 @@ def samples_to_batch(
         batch["prefix_of"], batch["prefix_length"] = prefixes.unbind(1)
     if any(part.images for part in parts):
         batch.images = [part.images for part in parts]
-    if routed_shape is not None:
-        none = torch.empty(0, *routed_shape, dtype=torch.int16)
+    if columns.routed_shape is not None:
+        none = torch.empty(0, *columns.routed_shape, dtype=torch.int16)
         batch["routed_experts"] = torch.cat([none, *(_routed(part, none) for part in parts)])
+    if columns.has_support:
+        _put_support(batch, parts)
+    if columns.num_top:
+        _put_top(batch, parts, columns.num_top)
     return batch
+
+
+def _put_support(batch: Batch, parts: Sequence[Segment]) -> None:
+    """Adds the candidates of the tokens of rows."""
+    # Engines that are silent about some tokens would have them trained as draws from the whole vocabulary.
+    silent = [any(v != NOT_GENERATED for v in part.policy_versions) and part.support is None for part in parts]
+    joined = join_supports([(len(part.tokens), part.support) for part in parts])
+    none = torch.empty(0, dtype=torch.int32)
+    support = SampledSupport(none.new_zeros(batch.total_tokens), none) if joined is None else joined
+    drawn = batch["tokens"].repeat_interleave(support.sizes.long()) == support.ids
+    token_of = torch.arange(batch.total_tokens).repeat_interleave(support.sizes.long())
+    is_candidate = torch.zeros(batch.total_tokens, dtype=torch.bool).index_put_((token_of[drawn],), torch.tensor(True))
+    strange = batch.sequence_ids[(support.sizes > 0) & ~is_candidate].tolist()
+    for row in (*[i for i, is_silent in enumerate(silent) if is_silent], *strange)[:1]:
+        raise UserError(
+            f"algorithm.support: the engine of sample_id {int(batch['sample_id'][row])} reported tokens without the "
+            "candidates that they were drawn from. Write algorithm.support=full, or choose another rollout.engine."
+        )
+    batch.put(SUPPORT_SIZES, support.sizes, ColumnKind.TOKEN)
+    batch.put(SUPPORT_IDS, support.ids, ColumnKind.CANDIDATE)
+
+
+def _put_top(batch: Batch, parts: Sequence[Segment], num_top: int) -> None:
+    """Adds the likeliest tokens of the distributions that tokens were drawn from."""
+    top = torch.zeros(batch.total_tokens, 2, num_top)
+    top[:, 0] = -torch.inf
+    if (joined := join_tops([(len(part.tokens), part.top) for part in parts])) is not None:
+        top[:, :, : joined.shape[2]] = joined
+    silent = batch.sequence_ids[batch["loss_mask"] & ~top[:, 0, 0].isfinite()]
+    if len(silent):
+        raise UserError(
+            f"algorithm.off_policy.score_centering: the engine of sample_id {int(batch['sample_id'][silent[0]])} "
+            "reported tokens without the likeliest ones. Leave it out, or choose another rollout.engine."
+        )
+    batch.put(SAMPLER_TOP, top, ColumnKind.TOKEN)
 
 
 def row_id(sample: int, segment: int) -> int:
@@ -127,7 +180,11 @@ def _rows_of(number: int, prompt: Prompt, sample: Sample) -> Iterator[_Row]:
         row = sample.id if trajectory is None else row_id(sample.id, 0)
         tokens, images = (*prompt.tokens, *sample.tokens), (*prompt.load_images(), *sample.images)
         reported = (sample.logprobs, sample.policy_versions, truncated)
-        whole = Segment(tokens, *reported, routed_experts=sample.routed_experts, images=images)
+        support = join_supports([(len(prompt.tokens), None), (len(sample.tokens), sample.support)])
+        top = join_tops([(len(prompt.tokens), None), (len(sample.tokens), sample.top)])
+        whole = Segment(
+            tokens, *reported, routed_experts=sample.routed_experts, support=support, top=top, images=images
+        )
         yield _Row(number, row, whole, len(prompt.tokens), row)
         return
     # Rows without a token to train would only cost time; the conversation has all replies.
@@ -246,4 +303,5 @@ class RolloutRecord:
         """Adds a column that the recipe receives."""
         # Copied, since the recipe may edit it in place. Columns with several numbers per token are large, and no recipe
         # changes them.
-        self.received.put(name, values.clone() if values.dim() == 1 else values, kind)
+        is_small = values.dim() == 1 and kind is not ColumnKind.CANDIDATE
+        self.received.put(name, values.clone() if is_small else values, kind)

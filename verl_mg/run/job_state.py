@@ -6,7 +6,7 @@
                                                                       `verl_mg.checkpoint.sharded_safetensors`
       batch/state.buffer/lengths, batch/state.buffer/columns/tokens   a batch that the recipe keeps in `job.state`
       batch/ready/...                                                 rows that were generated in advance
-      routed_experts/partial/17, images/KEY                           of samples without a complete group
+      routed_experts/partial/17, top/partial/17, images/KEY           of samples without a complete group
       random/torch, random/cuda, random/megatron/NAME                 generators
       state                                                           `RankState`, all else, as JSON text
 
@@ -20,7 +20,6 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from verl_mg import device
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.checkpoint.sharded_safetensors import RankFile, ShardedReader
+from verl_mg.checkpoint.sharded_safetensors import RankFile, ShardedReader, local_file
 from verl_mg.config import Count
 from verl_mg.distributed.collectives import broadcast_bytes
 from verl_mg.distributed.watchdog import is_peer_failure
@@ -46,7 +45,8 @@ from verl_mg.roles.models import Reference, RoleCounters
 from verl_mg.rollout.groups import RolloutState
 from verl_mg.rollout.rollout import LocalRolloutState
 from verl_mg.rows.samples import GeneratedRows
-from verl_mg.run.sample_state import SampleState, experts_of, images_of
+from verl_mg.run.sample_state import REPORTS, SampleState, images_of, reports_of
+from verl_mg.stores.folders import StoredFolder
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class StateCollector:
         return buffer.copy_(values, non_blocking=True)
 
 
-def restore(job: RunningJob, folder: Path, recipe: str) -> int:
+def restore(job: RunningJob, folder: StoredFolder, recipe: str) -> int:
     """Restores a checkpoint, written under any layout and on any number of ranks; all ranks call it together.
 
     Returns the iteration after which it was written. UserError for a checkpoint of another recipe, and for files that
@@ -190,7 +190,7 @@ def restore(job: RunningJob, folder: Path, recipe: str) -> int:
     return state.iteration
 
 
-def _report_changed_tests(job: RunningJob, state: JobState, folder: Path) -> None:
+def _report_changed_tests(job: RunningJob, state: JobState, folder: StoredFolder) -> None:
     # One line and no error: the training is the same, only its evaluations are of other prompts.
     now = job.test_prompts.digests if job.test_prompts and dist.get_rank() == 0 else {}
     for name in now:
@@ -203,7 +203,7 @@ def _report_changed_tests(job: RunningJob, state: JobState, folder: Path) -> Non
             )
 
 
-def restore_actor(job: RunningJob, folder: Path) -> int:
+def restore_actor(job: RunningJob, folder: StoredFolder) -> int:
     """Restores only the actor's weights, written under any layout, and returns their iteration; all ranks call it."""
     state, stored = _open(folder)
     if "actor" not in state.trained:
@@ -212,15 +212,15 @@ def restore_actor(job: RunningJob, folder: Path) -> int:
     return state.iteration
 
 
-def _open(folder: Path) -> tuple[JobState, ShardedReader]:
+def _open(folder: StoredFolder) -> tuple[JobState, ShardedReader]:
     """Returns the state of a checkpoint, as rank 0 has read it, and the reader of this rank's file; a collective."""
     rank = dist.get_rank()
-    text = broadcast_bytes(_read(folder / JOB) if rank == 0 else b"")
-    state = JobState.parse(text, folder / JOB, DAMAGED)
+    text = broadcast_bytes(_read(folder) if rank == 0 else b"")
+    state = _parsed(text, folder)
     return state, ShardedReader(folder, rank if rank < state.ranks else None)
 
 
-def _refreshed_role(job: RunningJob, name: str, folder: Path) -> Reference:
+def _refreshed_role(job: RunningJob, name: str, folder: StoredFolder) -> Reference:
     role = job.roles[name]
     if not isinstance(role, Reference):
         raise UserError(
@@ -229,9 +229,13 @@ def _refreshed_role(job: RunningJob, name: str, folder: Path) -> Reference:
     return role
 
 
-def read_state(folder: Path) -> JobState:
+def read_state(folder: StoredFolder) -> JobState:
     """Returns the contents of job.json; UserError where it cannot be read."""
-    return JobState.parse(_read(folder / JOB), folder / JOB, DAMAGED)
+    return _parsed(_read(folder), folder)
+
+
+def _parsed(text: bytes, folder: StoredFolder) -> JobState:
+    return JobState.parse(text, f"{folder}/{JOB}", DAMAGED)
 
 
 def _restore_local(job: RunningJob, stored: ShardedReader, state: JobState) -> None:
@@ -266,7 +270,8 @@ def _restore_local(job: RunningJob, stored: ShardedReader, state: JobState) -> N
         _restore_random_numbers(states[rank], files[rank])
 
 
-def _read(path: Path) -> bytes:
+def _read(folder: StoredFolder) -> bytes:
+    path = local_file(folder, JOB)
     try:
         return path.read_bytes()
     except OSError as error:
@@ -301,7 +306,7 @@ def _rank_tensors(batches: Mapping[str, Batch], local: LocalRolloutState) -> Ite
         yield from ((_column_key(name, column), batch[column]) for column in batch.names())
     for which, samples in (("completed", local.completed), ("partial", local.partial)):
         for sample in samples.values():
-            yield from ((_routing_key(which, name), experts) for name, experts in experts_of(sample).items())
+            yield from reports_of(which, sample).items()
     images = distinct_images(row for batch in batches.values() for row in batch.images or ())
     for sample in (*local.completed.values(), *local.partial.values()):
         images |= images_of(sample)
@@ -324,13 +329,12 @@ def _load_images(stored: RankFile) -> dict[str, Image]:
 
 def _load_samples(which: str, states: Sequence[SampleState], stored: RankFile, vocab_size: int) -> dict[int, Sample]:
     """Returns samples by id; `which` is "completed" or "partial". ValueError for a token beyond the vocabulary."""
-    prefix = _routing_key(which, "")
-    experts = {key.removeprefix(prefix): stored.tensor(key) for key in stored.keys(prefix)}
+    reports = {key: stored.tensor(key) for name in REPORTS for key in stored.keys(f"{name}/{which}/")}
     images, samples = _load_images(stored), {}
     for state in states:
         if state.highest_token >= vocab_size:
             raise ValueError(f"sample {state.id} contains the token {state.highest_token}, the model has {vocab_size}")
-        samples[state.id] = state.to_sample(experts, images)
+        samples[state.id] = state.to_sample(which, reports, images)
     return samples
 
 
@@ -363,7 +367,3 @@ def _restore_random_numbers(state: RankState, stored: RankFile) -> None:
 
 def _column_key(batch: str, column: str) -> str:
     return f"batch/{batch}/columns/{column}"
-
-
-def _routing_key(which: str, name: str) -> str:
-    return f"routed_experts/{which}/{name}"

@@ -1,7 +1,8 @@
 """Samples in a checkpoint: incomplete ones, and complete ones whose group is incomplete; without their tensors.
 
     SampleState(id=17, tokens=(5, 8), logprobs=(-0.1, -2.3), policy_versions=(3, 4), finish="abort")
-    tensor "17" of `experts_of`: experts that the engine chose, "17/0" of the first segment of an agent's sample
+    "routed_experts/partial/17" of `reports_of`: experts that the engine chose; "17/0": in the first segment of an
+    agent's sample
 
 The second token was generated after the engine had received version 4 of the weights.
 """
@@ -17,10 +18,13 @@ from torch import Tensor
 
 from verl_mg.config import Count
 from verl_mg.engines.engine import Finish, Sample
+from verl_mg.engines.sampled_support import SampledSupport
 from verl_mg.engines.trajectory import Segment, Trajectory
 from verl_mg.images import Image, distinct_images
 from verl_mg.jsonl import StoredRecord
 from verl_mg.rows.samples import conversation_of, trajectory_of
+
+REPORTS = ("routed_experts", "support_sizes", "support_ids", "top")  # beginnings of the keys of `reports_of`
 
 
 class _Tokens(StoredRecord):
@@ -85,22 +89,30 @@ class SampleState(_Tokens):
         """Returns the state of a sample."""
         return cls.model_validate(sample, from_attributes=True)
 
-    def to_sample(self, experts: Mapping[str, Tensor], images: Mapping[str, Image]) -> Sample:
-        """Returns the sample, with the tensors of `experts_of` by name and the images of `images_of` by key."""
+    def to_sample(self, which: str, reports: Mapping[str, Tensor], images: Mapping[str, Image]) -> Sample:
+        """Returns the sample, with the tensors of `reports_of` and the images of `images_of` by key."""
         return Sample(
             **self.model_dump(exclude={"images", "trajectory"}),
-            routed_experts=experts.get(_name(self.id)),
-            trajectory=_to_trajectory(self.id, self.trajectory, experts, images) if self.trajectory else None,
+            **_fields(reports, which, self.id),
+            trajectory=_to_trajectory(which, self.id, self.trajectory, reports, images) if self.trajectory else None,
             images=tuple(images[key] for key in self.images),
         )
 
 
-def experts_of(sample: Sample) -> dict[str, Tensor]:
-    """Returns the experts of a sample and of its segments, by names that are unique among samples."""
-    named = {_name(sample.id): sample.routed_experts}
+def reports_of(which: str, sample: Sample) -> dict[str, Tensor]:
+    """Returns what the engine reports of the tokens of a sample and of its segments, by the keys of a checkpoint.
+
+    `which` is the list of samples that it is in.
+    """
+    parts: dict[tuple[int, ...], Sample | Segment] = {(sample.id,): sample}
     for number, segment in enumerate(sample.trajectory.segments if sample.trajectory else ()):
-        named[_name(sample.id, number)] = segment.routed_experts
-    return {name: tensor for name, tensor in named.items() if tensor is not None}
+        parts[sample.id, number] = segment
+    named: dict[str, Tensor | None] = {}
+    for numbers, part in parts.items():
+        sizes, ids = (part.support.sizes, part.support.ids) if part.support else (None, None)
+        reports = (part.routed_experts, sizes, ids, part.top)
+        named |= zip((_key(name, which, *numbers) for name in REPORTS), reports, strict=True)
+    return {key: tensor for key, tensor in named.items() if tensor is not None}
 
 
 def images_of(sample: Sample) -> dict[str, Image]:
@@ -110,12 +122,12 @@ def images_of(sample: Sample) -> dict[str, Image]:
 
 
 def _to_trajectory(
-    sample: int, state: TrajectoryState, experts: Mapping[str, Tensor], images: Mapping[str, Image]
+    which: str, sample: int, state: TrajectoryState, reports: Mapping[str, Tensor], images: Mapping[str, Image]
 ) -> Trajectory:
     segments = [
         Segment(
             **segment.model_dump(exclude={"images"}),
-            routed_experts=experts.get(_name(sample, number)),
+            **_fields(reports, which, sample, number),
             images=tuple(images[key] for key in segment.images),
         )
         for number, segment in enumerate(state.segments)
@@ -123,5 +135,12 @@ def _to_trajectory(
     return trajectory_of(segments, json.loads(state.conversation))
 
 
-def _name(*numbers: int) -> str:
-    return "/".join(map(str, numbers))
+def _fields(reports: Mapping[str, Tensor], which: str, *numbers: int) -> dict[str, Any]:
+    """Returns the fields of a sample or segment that `reports_of` has taken apart."""
+    experts, sizes, ids, top = (reports.get(_key(name, which, *numbers)) for name in REPORTS)
+    support = None if sizes is None or ids is None else SampledSupport(sizes, ids)
+    return {"routed_experts": experts, "support": support, "top": top}
+
+
+def _key(name: str, which: str, *numbers: int) -> str:
+    return "/".join([name, which, *map(str, numbers)])

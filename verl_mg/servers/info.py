@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verl_mg.engines.sglang.arguments import EXPERT_RUNNER, IN_ORDER, QUANTIZATIONS
+from verl_mg.engines.sglang.arguments import EXPERT_RUNNER, FP8_PRODUCTS, IN_ORDER, MXFP8_IN_ORDER, QUANTIZATIONS
+from verl_mg.engines.sglang.host import size
 from verl_mg.engines.sglang.shard_receiver import RECEIVER
 from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
@@ -73,6 +74,7 @@ class ServerInfo:
     dp: int
     pp: int
     max_running: int  # largest number of requests at the same time
+    cache_tokens: int  # size of its key-value cache
     seeded: bool  # whether samples depend only on their seeds
     routed: bool  # whether samples contain the experts of each token
     disaggregation: str  # its part in a pair of servers for prefill and decoding; "null" for a server that does both
@@ -82,6 +84,8 @@ class ServerInfo:
     reads_text: bool = True  # whether it has a tokenizer
     bootstrap_port: int = 0  # port at which decode servers find this one, if it does prefill
     expert_runner: str = "auto"  # its runner of experts; "auto": the layers choose one that reads them in order
+    max_candidates: int = 0  # largest number of candidates of a token that it reports
+    draft: str | None = None  # its way of speculative decoding
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class ServerRequirements:
     wire: Wire = "cast"  # form in which the job sends weights
     role: Role = "null"  # its part in a pair of servers; null: it does prefill and decoding
     in_flight: bool = False  # whether weights must reach it with requests in flight
+    candidates: int = 0  # number of candidates that a token may have, all of which samples must contain; 0: of none
 
 
 def probe_server(url: str, requirements: ServerRequirements, keys: ServerKeys) -> ServerInfo:
@@ -134,7 +139,7 @@ async def describe(client: JsonSession, known: ServerInfo | None = None, wire: W
             tp=server["tp_size"],
             dp=server["dp_size"],
             pp=server["pp_size"],
-            max_running=server["internal_states"][0]["effective_max_running_requests_per_dp"] * server["dp_size"],
+            **size(server["internal_states"]),
             seeded=bool(server["enable_deterministic_inference"]),
             routed=bool(server["enable_return_routed_experts"]),
             disaggregation=server["disaggregation_mode"],
@@ -144,6 +149,8 @@ async def describe(client: JsonSession, known: ServerInfo | None = None, wire: W
             reads_text=not server["skip_tokenizer_init"],
             bootstrap_port=server["disaggregation_bootstrap_port"],
             expert_runner=server["moe_runner_backend"],
+            max_candidates=server["sampling_mask_max_tokens"],
+            draft=server["speculative_algorithm"],
         )
     except RefusedError as error:
         if error.status >= 500:  # it is starting
@@ -178,6 +185,13 @@ def _problems(info: ServerInfo, needs: ServerRequirements) -> Iterator[str]:
     if needs.role != "null" and (needs.routed or needs.in_flight):
         key = "rollout.replay_routing=true" if needs.routed else "rollout.mode=async"
         yield f"pairs of servers for prefill and decoding do not support {key}. Leave it out."
+    if needs.candidates and (needs.role != "null" or info.draft):
+        what = f"--speculative-algorithm {info.draft}" if info.draft else "pairs of servers for prefill and decoding"
+        yield f"the candidates of draws are not known with {what}. Set algorithm.support=full."
+    if needs.candidates > info.max_candidates:
+        wrong = f"reports {info.max_candidates} candidates of a token at most, and {needs.candidates} are possible"
+        fix = f"--sampling-mask-max-tokens {needs.candidates}, or lower rollout.top_k, or set algorithm.support=full."
+        yield f"{wrong}. Start the server with {fix}"
     length = min(needs.max_tokens, model.max_positions)
     if info.context < length:
         fix = f"--context-length {length}, or lower data.max_prompt_tokens or rollout.max_new_tokens."
@@ -225,6 +239,8 @@ def _shard_obstacle(server: dict[str, Any], wire: Wire) -> str:
             f"its weights are quantized in another way (--quantization {server['quantization']}, quantization_config "
             f"{json.dumps(given)}) than the job sends them, --json-model-override-args '{form}'"
         )
+    if wire == "mxfp8" and server[FP8_PRODUCTS] not in MXFP8_IN_ORDER:
+        return f"its --fp8-gemm-backend {server[FP8_PRODUCTS]} reads weights in another order than they are sent in"
     if server["enable_eplb"] or server["ep_num_redundant_experts"] or server["init_expert_location"] != "trivial":
         return "its experts are not in the order of the checkpoint (--enable-eplb and the like)"
     return ""

@@ -13,6 +13,9 @@ derivatives s by log q:
 
     d log q(y) / dz = [y] - q        d H / dz = -q (log q + H)        d D / dz = s - q sum(s)
 
+Where tokens were drawn from candidates only, all of this is of the distributions over the candidates: logits of other
+tokens are EXCLUDED in the chunks of logits, so that their q and with it their gradient is 0, and nothing else changes.
+
 A teacher's last hidden state of a token has a few thousand numbers, its logits a hundred times as many. So hidden
 states travel, and the ranks that train the student have the teacher's output layer, with the vocabulary sharded as
 their own: logits of both exist for a chunk of tokens at a time, on the rank that has their rows. A rank reads these
@@ -34,7 +37,7 @@ from verl_mg.algorithms.divergence import Divergence, top_divergence
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.errors import UserError
-from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP, MicroBatch
+from verl_mg.training.microbatch import EXCLUDED, TEACHER, TEACHER_HIDDEN, TEACHER_TOP, MicroBatch, Support
 from verl_mg.training.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
 
 # GPU: larger chunks of logits.
@@ -91,9 +94,17 @@ class OutputLayer:
         return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def scaled(logits: Tensor, temperature: float) -> Tensor:
-    """Divides logits by the temperature, in place."""
-    return logits if temperature == 1 else logits.div_(temperature)
+@dataclass(frozen=True)
+class Draw:
+    """Distribution that tokens were drawn from, by their logits."""
+
+    temperature: float  # divisor of the logits
+    support: Support | None = None  # candidates; None: all of the vocabulary
+
+    def scale(self, logits: Tensor, chunk: slice, layer: OutputLayer, excluded: float = EXCLUDED) -> Tensor:
+        """Scales and limits a chunk's logits (tokens, real_rows) of a layer as for the draw, in place."""
+        scaled = logits if self.temperature == 1 else logits.div_(self.temperature)
+        return self.support.limit(scaled, chunk, layer.first_token, excluded) if self.support else scaled
 
 
 def row_max(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -171,15 +182,15 @@ class TeacherTokens:
     hidden: Tensor  # (m, h) last hidden states of the teachers; a narrower teacher has the first numbers
     teachers: Tensor  # (m,) int64 number of each token's teacher
 
-    def logits(self, chunk: slice, temperature: float) -> Tensor:
-        """Computes the teachers' float32 logits (tokens, real_rows) of a chunk, divided by the temperature."""
+    def logits(self, chunk: slice, draw: Draw) -> Tensor:
+        """Computes the teachers' float32 logits (tokens, real_rows) of a chunk, of the distribution of the draw."""
         if len(self.layers) == 1:
-            return scaled(_logits(self.layers[0], self.hidden[chunk]), temperature)
+            return draw.scale(_logits(self.layers[0], self.hidden[chunk]), chunk, self.layers[0])
         logits = self.hidden.new_empty(chunk.stop - chunk.start, self.layers[0].real_rows, dtype=torch.float32)
         for number, layer in enumerate(self.layers):
             rows = (self.teachers[chunk] == number).nonzero().flatten()
             logits[rows] = _logits(layer, self.hidden[chunk][rows])
-        return scaled(logits, temperature)
+        return draw.scale(logits, chunk, self.layers[0])
 
 
 def _logits(layer: OutputLayer, hidden: Tensor) -> Tensor:
@@ -187,16 +198,16 @@ def _logits(layer: OutputLayer, hidden: Tensor) -> Tensor:
     return layer.logits(hidden[:, :width].to(layer.weight.dtype))
 
 
-def vocab_parallel_top(hidden: Tensor, layer: OutputLayer, temperature: float, k: int) -> tuple[Tensor, Tensor]:
-    """Computes the k likeliest tokens of softmax(logits / temperature), first of each shard, then of all.
+def vocab_parallel_top(hidden: Tensor, layer: OutputLayer, draw: Draw, k: int) -> tuple[Tensor, Tensor]:
+    """Computes the k likeliest tokens of the draw's distribution, first of each shard, then of all.
 
-    Returns their log-probs, (n, k) float32 and falling, and their ids, (n, k). `hidden` (n, h) is the same on every
-    rank of the group.
+    Returns their log-probs, (n, k) float32 and falling, and their ids, (n, k); -inf and 0 where it has fewer.
+    `hidden` (n, h) is the same on every rank of the group.
     """
     logprobs = hidden.new_empty(len(hidden), k, dtype=torch.float32)
     tokens = torch.empty_like(logprobs, dtype=torch.int64)
     for chunk in layer.chunks(len(hidden)):
-        logits = scaled(layer.logits(hidden[chunk]), temperature)
+        logits = draw.scale(layer.logits(hidden[chunk]), chunk, layer, -torch.inf)
         normalizer = log_normalizer(logits, layer.group)
         values, rows = logits.topk(min(k, layer.real_rows))
         # A shard may have fewer than k real rows: padding of -inf is never among the best.
@@ -206,7 +217,7 @@ def vocab_parallel_top(hidden: Tensor, layer: OutputLayer, temperature: float, k
         values, ids = _gathered(values, layer.group), _gathered(ids, layer.group)
         best, places = values.topk(k)
         logprobs[chunk] = best - normalizer[:, None]
-        tokens[chunk] = ids.gather(1, places)
+        tokens[chunk] = torch.where(best == -torch.inf, 0, ids.gather(1, places))
     return logprobs, tokens
 
 
@@ -220,27 +231,36 @@ def _gathered(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def vocab_parallel_logprobs(
-    hidden: Tensor, targets: Tensor, layer: OutputLayer, temperature: float, extra: Extra = "entropy"
+    hidden: Tensor,
+    targets: Tensor,
+    layer: OutputLayer,
+    draw: Draw,
+    extra: Extra = "entropy",
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes log p(target) of softmax(logits / temperature), and its entropy or its sum of squares.
+    """Computes log p(target) of the draw's distribution, and its entropy or its sum of squares.
 
     `hidden` (n, h) is the same on every rank of the group; its gradient is this rank's part, which the caller sums.
-    `targets` are (n,), or (n, c) candidates for each token, and the log-probs like them. All in nats and float32.
+    `targets` are (n,), or (n, c) tokens in the place of each, and the log-probs like them. All in nats and float32.
+    log p of a token that was no candidate is near EXCLUDED: the caller leaves it out.
     """
-    candidates = targets if targets.dim() == 2 else targets[:, None]
-    logprobs, other, _ = _LogProbs.apply(hidden, layer.weight, candidates, layer, temperature, extra, None)
+    several = targets if targets.dim() == 2 else targets[:, None]
+    logprobs, other, _ = _LogProbs.apply(hidden, layer.weight, several, layer, draw, extra, None)
     return logprobs.view(targets.shape), other if extra else None
 
 
 def vocab_parallel_divergence(
-    hidden: Tensor, targets: Tensor, layer: OutputLayer, temperature: float, teacher: TeacherTokens
+    hidden: Tensor,
+    targets: Tensor,
+    layer: OutputLayer,
+    draw: Draw,
+    teacher: TeacherTokens,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes log p(target), the entropy, and the divergence from a teacher over the whole vocabulary.
+    """Computes log p(target), the entropy, and the divergence from a teacher over all that can be drawn.
 
     Each result is (n,), in nats and float32, and has gradients; the teacher has none. `hidden` is as in
     `vocab_parallel_logprobs`.
     """
-    outputs = _LogProbs.apply(hidden, layer.weight, targets[:, None], layer, temperature, "entropy", teacher)
+    outputs = _LogProbs.apply(hidden, layer.weight, targets[:, None], layer, draw, "entropy", teacher)
     logprobs, entropy, divergence = outputs
     return logprobs.squeeze(1), entropy, divergence
 
@@ -253,7 +273,7 @@ class _LogProbs(torch.autograd.Function):
         weight: Tensor,
         targets: Tensor,
         layer: OutputLayer,
-        temperature: float,
+        draw: Draw,
         extra: Extra,
         teacher: TeacherTokens | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,7 +286,7 @@ class _LogProbs(torch.autograd.Function):
         # With a softcap the backward pass needs the capped logits for the derivative of tanh.
         keeps = len(chunks) == 1 and layer.softcap is None and ctx.needs_input_grad[0]
         for chunk in chunks:
-            logits = scaled(layer.logits(hidden[chunk]), temperature)
+            logits = draw.scale(layer.logits(hidden[chunk]), chunk, layer)
             local, is_local = layer.local_targets(targets[chunk])
             highest = row_max(logits, layer.group)
             logits -= highest[:, None]
@@ -290,7 +310,7 @@ class _LogProbs(torch.autograd.Function):
             if keeps or teacher:
                 logits.sub_(logarithm[:, None])
             if teacher:
-                theirs = teacher.logits(chunk, temperature)
+                theirs = teacher.logits(chunk, draw)
                 of_teacher[0, chunk] = log_normalizer(theirs, layer.group)
                 theirs -= of_teacher[0, chunk, None]
                 terms = teacher.divergence.terms(theirs, logits).sum(-1)
@@ -301,7 +321,7 @@ class _LogProbs(torch.autograd.Function):
                 ctx.kept = logits
             del logits
         ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, of_teacher)
-        ctx.layer, ctx.temperature, ctx.teacher, ctx.chunks = layer, temperature, teacher, chunks
+        ctx.layer, ctx.draw, ctx.teacher, ctx.chunks = layer, draw, teacher, chunks
         ctx.buffer = gradient_buffer(weight, layer.fused_gradient)
         # Outputs without a gradient arrive as None, and their terms are left out of the backward pass.
         ctx.set_materialize_grads(False)
@@ -312,9 +332,9 @@ class _LogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, normalizer, entropy, of_teacher = ctx.saved_tensors
-        layer, temperature, teacher = ctx.layer, ctx.temperature, ctx.teacher
+        layer, draw, teacher = ctx.layer, ctx.draw, ctx.teacher
         # The derivative of logits / temperature is applied to the numbers of a token, not to its logits.
-        grad_logprobs, grad_entropy, grad_divergence = (None if g is None else g / temperature for g in gradients)
+        grad_logprobs, grad_entropy, grad_divergence = (None if g is None else g / draw.temperature for g in gradients)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(targets, dtype=torch.float32)
         grad_total = grad_logprobs.sum(1)
@@ -328,12 +348,12 @@ class _LogProbs(torch.autograd.Function):
             if kept is None:
                 capped = layer.logits(hidden[chunk])
                 slope = None if layer.softcap is None else 1 - (capped / layer.softcap) ** 2  # of tanh
-                grad_logits = scaled(capped, temperature).sub_(normalizer[chunk, None])
+                grad_logits = draw.scale(capped, chunk, layer).sub_(normalizer[chunk, None])
             else:
                 grad_logits = kept
             of_divergence = None
             if grad_divergence is not None:
-                theirs = teacher.logits(chunk, temperature).sub_(of_teacher[0, chunk, None])
+                theirs = teacher.logits(chunk, draw).sub_(of_teacher[0, chunk, None])
                 of_divergence = teacher.divergence.slopes(theirs, grad_logits)
                 del theirs
                 of_divergence -= grad_logits.exp().mul_(of_teacher[1, chunk, None])
@@ -379,7 +399,7 @@ class TeacherDivergence:
     divergence: Divergence
     layers: Sequence[OutputLayer] | None = None
     """Output layers of the teachers on this rank, by their numbers in the column TEACHER; [] where the rank scores no
-    tokens. None: only the tokens of the column TEACHER_TOP count."""
+    tokens. None: only the tokens of the column TEACHER_TOP count, see `TokenOutputs.likeliest`."""
 
     def of_tokens(self, output: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """Returns the divergence of each token, (n,) nats with gradients; `output` as of `TokenOutputs.compute`."""
@@ -395,6 +415,9 @@ class TokenOutputs:
     extra: Extra = "entropy"
     # Compare with teachers, whose columns the micro-batches have; with entropies.
     teacher: TeacherDivergence | None = None
+    # Column (2, k) of log-probs and ids of likeliest tokens in the place of each: their log-probs are outputs as well.
+    likeliest: str | None = None
+    num_likeliest: int = 0  # k, for the column of the outputs
     top: int = 0  # number of likeliest tokens, whose log-probs and ids are the output; 0: they are not
     hidden: int = 0  # size of the last hidden states, which are the output; 0: they are not
     dtype: torch.dtype = torch.float32  # data type of the column of the outputs
@@ -404,33 +427,33 @@ class TokenOutputs:
         """Dimensions of a token's entry in the column of the outputs: () where it is only a log-prob."""
         if self.hidden:
             return (self.hidden,)
-        if self.extra == "squares":
-            return (2,)
-        return (2, self.top) if self.top else ()
+        if self.top:
+            return (2, self.top)
+        lines = 1 + (self.extra is not None) + self.num_likeliest
+        return (lines,) if lines > 1 else ()
 
     def compute(self, states: Tensor, micro: MicroBatch[Any], layer: OutputLayer, temperature: float) -> Tensor:
         """Computes the outputs (lines, m) in float32 from the last hidden states (m, h) of a rank's tokens.
 
         Lines are log-probs; entropies, or sums of squares, if requested; then divergences in one line, or log-probs of
-        the k tokens of TEACHER_TOP in k lines. With `top` 2 k lines, log-probs and ids; with `hidden` h lines.
+        k likeliest tokens in k lines. With `top` 2 k lines, log-probs and ids; with `hidden` h lines.
         """
         if self.hidden:
             return states.T.float()
+        draw = Draw(temperature, micro.support)
         if self.top:
-            return torch.cat([part.T.float() for part in vocab_parallel_top(states, layer, temperature, self.top)])
-        if self.teacher is None:
-            logprobs, other = vocab_parallel_logprobs(states, micro.targets, layer, temperature, self.extra)
-            return logprobs[None] if other is None else torch.stack([logprobs, other])
-        if self.teacher.layers is None:
-            likeliest = micro.local_column(TEACHER_TOP)[:, 1].long()
-            # The candidates are further targets of the same product: one pass over the logits scores all of them.
-            targets = torch.cat([micro.targets[:, None], likeliest], 1)
-            logprobs, entropy = vocab_parallel_logprobs(states, targets, layer, temperature)
-            assert entropy is not None
-            return torch.cat([logprobs[:, :1].T, entropy[None], logprobs[:, 1:].T])
+            return torch.cat([part.T.float() for part in vocab_parallel_top(states, layer, draw, self.top)])
+        if self.teacher is None or self.teacher.layers is None:
+            targets = micro.targets[:, None]
+            if self.likeliest is not None:
+                # Further targets of the same product: one pass over the logits scores all of them.
+                targets = torch.cat([targets, micro.local_column(self.likeliest)[:, 1].long()], 1)
+            logprobs, other = vocab_parallel_logprobs(states, targets, layer, draw, self.extra)
+            return torch.cat([logprobs[:, :1].T, *([] if other is None else [other[None]]), logprobs[:, 1:].T])
+        assert self.likeliest is None
         hidden, teachers = micro.local_column(TEACHER_HIDDEN), micro.local_column(TEACHER)
         theirs = TeacherTokens(self.teacher.divergence, self.teacher.layers, hidden, teachers)
-        return torch.stack(vocab_parallel_divergence(states, micro.targets, layer, temperature, theirs))
+        return torch.stack(vocab_parallel_divergence(states, micro.targets, layer, draw, theirs))
 
 
 LOGPROBS = TokenOutputs(extra=None)  # only log-probs

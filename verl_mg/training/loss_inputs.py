@@ -35,8 +35,8 @@ class LossInputs:
         inputs["reward"]       a sequence column:   1 0                ->   1  1  0  0
     """
 
-    # Output of the model with gradients: log-probs and entropy (2, n), with a teacher further lines; or values
-    # (1, n).
+    # Output of the model with gradients: log-probs and entropy (2, n), with a teacher or likeliest tokens further ones;
+    # or values (1, n).
     output: Tensor
     mask: Tensor  # true for every token, (n,) bool
     sequence_ids: Tensor  # row of each token in the micro-batch, (n,) int64
@@ -52,6 +52,11 @@ class LossInputs:
     def entropy(self) -> Tensor:
         """Entropy of the distribution that each token was sampled from, in nats, with gradients."""
         return self.output[1]
+
+    @property
+    def likeliest_logprobs(self) -> Tensor:
+        """Log-probs of likeliest tokens in the place of each, (n, k) with gradients, see `TokenOutputs.likeliest`."""
+        return self.output[2:].T
 
     @property
     def divergence(self) -> Tensor:
@@ -94,10 +99,11 @@ def loss_tokens(micro: MicroBatch[Any], output: Tensor, teacher: TeacherDivergen
     """
     columns = {}
     for name in micro.rows.names():
-        if name in (ROUTED_EXPERTS, SHARED_WITH, SHARED_TOKENS, TEACHER_HIDDEN):  # not of a loss
-            continue
+        kind = micro.rows.kind(name)
+        if name in (ROUTED_EXPERTS, SHARED_WITH, SHARED_TOKENS, TEACHER_HIDDEN) or kind is ColumnKind.CANDIDATE:
+            continue  # not of a loss
         column = micro.rows[name]
-        if micro.rows.kind(name) is ColumnKind.SEQUENCE:
+        if kind is ColumnKind.SEQUENCE:
             column = micro.rows.expand_to_tokens(column)
         columns[name] = copy_to(output.device, column[micro.token_index])
     return LossInputs(

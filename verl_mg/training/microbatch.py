@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_mg.batch import Batch, ColumnKind
+from verl_mg.batch import SUPPORT_IDS, SUPPORT_SIZES, Batch, ColumnKind, entries_of
 from verl_mg.device import copy_to
 from verl_mg.layout import Stage
 
@@ -38,6 +38,9 @@ ROUTED_EXPERTS = "routed_experts"  # token column with the experts that are pres
 TEACHER, TEACHER_HIDDEN, TEACHER_TOP = "teacher", "teacher_hidden", "teacher_top"
 """Columns of teachers: number of the row's teacher; its last hidden state (h,) of each token; log-probs and ids (2, k)
 of the tokens that it finds likeliest in the place of each."""
+SAMPLER_TOP = "sampler_top"  # token column like TEACHER_TOP, of the engine that sampled
+EXCLUDED = -1e9
+"""Logit of tokens that are no candidates: their probability is 0, and products with it are finite, unlike -inf."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +160,43 @@ def positions_of(lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
 
 
+@dataclass(frozen=True)
+class Support:
+    """Candidates of the draws of tokens, which their distributions are limited to; on the device of the logits.
+
+    Of three tokens the first had candidates 5 and 9, the second all of the vocabulary, and the third candidate 3:
+
+        limited  [true, false, true]    ends  [0, 2, 2, 3]    tokens  [0, 0, 2]    ids  [5, 9, 3]
+    """
+
+    limited: Tensor  # (m,) bool, false where all of the vocabulary were candidates
+    ends: Tensor  # (m + 1,) int64 in host memory, where the candidates of each token begin, and the end
+    tokens: Tensor  # (c,) int32, the token of each candidate
+    ids: Tensor  # (c,) int32, its id in the vocabulary
+
+    @classmethod
+    def of(cls, sizes: Tensor, ids: Tensor, places: Tensor, device: torch.device) -> Support:
+        """Returns the candidates of the tokens at `places`, from the columns SUPPORT_SIZES and SUPPORT_IDS."""
+        counts, entries = sizes[places].long(), entries_of(sizes.long(), places)
+        tokens = torch.arange(len(places), dtype=torch.int32).repeat_interleave(counts)
+        ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+        return cls(copy_to(device, counts > 0), ends, copy_to(device, tokens), copy_to(device, ids[entries]))
+
+    def limit(self, values: Tensor, chunk: slice, first_token: int, excluded: float = EXCLUDED) -> Tensor:
+        """Replaces the values (tokens, rows) of a chunk's tokens that are no candidates by `excluded`, in place.
+
+        The rows are the part of the vocabulary that begins with `first_token`.
+        """
+        start, stop = self.ends[[chunk.start, chunk.stop]].tolist()
+        tokens, rows = self.tokens[start:stop].long() - chunk.start, self.ids[start:stop].long() - first_token
+        is_local = (rows >= 0) & (rows < values.shape[1])
+        tokens, rows = tokens[is_local], rows[is_local]
+        kept = values[tokens, rows]
+        values.masked_fill_(self.limited[chunk, None], excluded)
+        values[tokens, rows] = kept
+        return values
+
+
 class SequenceDescription(Protocol):
     """Description of packed sequences that the attention of a backend reads."""
 
@@ -194,6 +234,7 @@ class MicroBatch(Generic[Packed]):
     local_index: Tensor  # (m,) indices of these among the n scored tokens
     token_index: Tensor  # (n,) int64 on the CPU, indices of the scored tokens in the token columns of `rows`
     sequence_ids: Tensor  # (n,) index of the row of each scored token
+    support: Support | None = None  # candidates of the m tokens; None where the rows have none
 
     def local_column(self, name: str) -> Tensor:
         """Returns a column of the batch at the tokens that are scored on this rank, (m, ...) on the device."""
@@ -208,8 +249,8 @@ def pack_rows(
 ) -> MicroBatch[Packed]:
     """Packs rows into a micro-batch, for the rank that has a shard of its tokens.
 
-    The first stage reads `tokens`, the last one `tokens` and `loss_mask`. `hidden_offset`: 1 where a hidden state
-    predicts the next token, 0 for reward heads, which score the token itself.
+    The first stage reads `tokens`, the last one `tokens`, `loss_mask` and the candidates, where there are any.
+    `hidden_offset`: 1 where a hidden state predicts the next token, 0 for reward heads, which score the token itself.
     """
     tokens = torch.zeros(order.total, dtype=torch.int64)
     if stage.is_first or stage.is_last:
@@ -221,13 +262,17 @@ def pack_rows(
         token_index = (rows["loss_mask"] & (rows.positions > 0)).nonzero().flatten()
     hidden_index = order.local_index(order.places[token_index - hidden_offset])
     local_index = (hidden_index >= 0).nonzero().flatten()
+    local_tokens, support = token_index[local_index], None
+    if SUPPORT_IDS in rows:
+        support = Support.of(rows[SUPPORT_SIZES], rows[SUPPORT_IDS], local_tokens, device)
     return MicroBatch(
         rows=rows,
         input_ids=copy_to(device, tokens[order.local][None]),
         packed=packed,
         hidden_index=copy_to(device, hidden_index[local_index]),
-        targets=copy_to(device, tokens[order.places[token_index[local_index]]]),
+        targets=copy_to(device, tokens[order.places[local_tokens]]),
         local_index=copy_to(device, local_index),
         token_index=token_index,
         sequence_ids=copy_to(device, rows.sequence_ids[token_index]),
+        support=support,
     )

@@ -1,6 +1,8 @@
 """Drawing tokens compared with an independent oracle: softmax and allowed sets computed in plain Python."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +34,7 @@ def allowed(probabilities: list[float], top_k: int, top_p: float, min_p: float) 
 
 
 def draw(logits: list[float], n: int, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    return draw_tokens(torch.tensor(logits).expand(n, -1), grid(n), sampling)
+    return draw_tokens(torch.tensor(logits).expand(n, -1), grid(n), sampling)[:2]
 
 
 LOGITS = [0.3, -1.2, 2.0, 1.1, -0.4, 0.9, -3.0]
@@ -64,6 +66,39 @@ def test_draw_tokens_top_k_top_p_and_min_p_restrict_the_set(top_k, top_p, min_p)
         assert abs(int((tokens == token).sum()) - n * probabilities[token] / inside) <= 1.5
 
 
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [*CUTS, *CUTS_BY_MIN_P])
+@pytest.mark.parametrize("excluded", [(), (2, 5)])
+def test_draw_tokens_with_support_reports_the_allowed_set_and_its_distribution(top_k, top_p, min_p, excluded):
+    limits: dict[str, Any] = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "excluded_token_ids": excluded}
+    sampling = Sampling(max_new_tokens=1, temperature=1.3, returns_support=True, top_logprobs=3, **limits)
+    draws = draw_tokens(torch.tensor(LOGITS).expand(50, -1), grid(50), sampling)
+    probabilities = oracle(LOGITS, 1.3)
+    kept = allowed([0.0 if i in excluded else p for i, p in enumerate(probabilities)], top_k, top_p, min_p)
+    kept -= set(excluded)
+    assert [set(row.nonzero().flatten().tolist()) for row in draws.candidates] == [kept] * 50
+    inside = sum(probabilities[token] for token in kept)
+    expected = [math.log(probabilities[token] / inside) for token in draws.tokens.tolist()]
+    torch.testing.assert_close(draws.logprobs, torch.tensor(expected), atol=1e-6, rtol=0)
+    best = sorted(kept, key=lambda token: -probabilities[token])[:3]
+    missing = 3 - len(best)
+    logprobs = [math.log(probabilities[token] / inside) for token in best] + [-math.inf] * missing
+    expected_top = torch.tensor([logprobs, [*best, *[0] * missing]], dtype=torch.float32)
+    torch.testing.assert_close(draws.top, expected_top.expand(50, -1, -1), atol=1e-6, rtol=0)
+    plain = draw_tokens(torch.tensor(LOGITS).expand(50, -1), grid(50), replace(sampling, returns_support=False))
+    assert torch.equal(plain.tokens, draws.tokens) and plain.candidates is None
+
+
+def test_draw_tokens_likeliest_are_of_the_distribution_of_the_logprobs():
+    """More than there are tokens; those that are never drawn count in the full distribution."""
+    sampling = Sampling(max_new_tokens=1, top_k=2, top_logprobs=9, excluded_token_ids=(2,))
+    tokens, logprobs, candidates, top = draw_tokens(torch.tensor([LOGITS]), grid(1), sampling)
+    assert candidates is None and top.shape == (1, 2, 9)
+    values, ids = torch.tensor(LOGITS).log_softmax(0).sort(descending=True)
+    torch.testing.assert_close(top[0, 0, :7], values)
+    assert top[0, 1].tolist() == [*ids.tolist(), 0, 0] and top[0, 0, 7:].tolist() == [-math.inf] * 2
+    assert top[0, 0, ids.tolist().index(int(tokens))] == pytest.approx(float(logprobs), abs=1e-6)
+
+
 @pytest.mark.parametrize("sampling", [Sampling(max_new_tokens=1, temperature=0.7, top_k=3, top_p=0.9, min_p=0.1)])
 def test_draw_tokens_logprobs_are_of_the_full_distribution(sampling):
     tokens, logprobs = draw(LOGITS, 100, sampling)
@@ -84,7 +119,7 @@ def test_draw_tokens_impossible_tokens_are_never_drawn(uniform):
     logits[:, ::2] = -math.inf
     logits[:, -100:] = -math.inf
     logits[:, 10] = -200.0
-    tokens, logprobs = draw_tokens(logits, torch.full((64,), uniform), Sampling(max_new_tokens=1))
+    tokens, logprobs, *_ = draw_tokens(logits, torch.full((64,), uniform), Sampling(max_new_tokens=1))
     assert torch.isfinite(logits.gather(1, tokens[:, None])).all()
     assert torch.isfinite(logprobs).all()
     assert not (tokens == 10).any()
@@ -92,7 +127,7 @@ def test_draw_tokens_impossible_tokens_are_never_drawn(uniform):
 
 def test_draw_tokens_half_precision_is_computed_in_float32():
     logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(0)).bfloat16()
-    tokens, logprobs = draw_tokens(logits, grid(4), Sampling(max_new_tokens=1))
+    tokens, logprobs, *_ = draw_tokens(logits, grid(4), Sampling(max_new_tokens=1))
     assert logprobs.dtype == torch.float32
     expected = logits.float().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
     torch.testing.assert_close(logprobs, expected)

@@ -83,14 +83,14 @@ def test_abort_of_a_form_of_the_family_returns_the_tokens_so_far(tmp_path):
     module = HFEngine(tiny_model(tmp_path, "qwen3"), "cpu", torch.float32).module
     aborts = iter([False, False, True])
     results = generate(module, EQUAL, [(5, 6)], torch.rand(1, 9), [9], Sampling(max_new_tokens=9), lambda: next(aborts))
-    assert [len(tokens) for tokens, _ in results] == [3]
+    assert [len(result.tokens) for result in results] == [3]
 
 
 def test_family_that_decodes_otherwise_than_it_computes_is_refused_for_training(monkeypatch):
     def planted(*arguments):
         """Draws with log-probs that are too low."""
-        tokens, logprobs = draw_tokens(*arguments)
-        return tokens, logprobs - 0.3
+        draws = draw_tokens(*arguments)
+        return draws._replace(logprobs=draws.logprobs - 0.3)
 
     for module in (decoding, family_forms):
         monkeypatch.setattr(module, "draw_tokens", planted)

@@ -4,6 +4,7 @@ A step is a list of requests, fields of `SamplingParams`. The kernels of the sec
 Triton interprets: TRITON_INTERPRET=1, and a path on which this interpreter finds Triton.
 """
 
+import base64
 import importlib
 import json
 import sys
@@ -23,7 +24,7 @@ from vllm.v1.sample.logits_processor.interface import BatchUpdate
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
-from verl_mg.engines.vllm.internals import return_full_logprobs
+from verl_mg.engines.vllm.internals import DrawRecorder
 
 VOCAB, SLOTS, PROMPT, DRAFTS = 37, 8, 3, 2
 CPU = torch.device("cpu")
@@ -64,13 +65,27 @@ def metadata(parameters: list[SamplingParams]) -> SamplingMetadata:
 def first_runner(steps: list[Step]) -> list[dict[str, Any]]:
     """What the sampler of the first model runner returns."""
     sampler = Sampler("processed_logprobs")
-    return_full_logprobs(Object(sampler=sampler))
-    results = []
+    none: Any = np.zeros(SLOTS, dtype=bool)
+    lengths = {"optimistic_seq_lens_cpu": torch.full((SLOTS,), PROMPT + 1), "discard_request_mask": Object(np=none)}
+    runner = Object(sampler=sampler, input_batch=Object(num_prompt_tokens=[PROMPT] * SLOTS), requests={}, **lengths)
+    recorder, results = DrawRecorder(runner), []
     for number, step in enumerate(steps):
-        logits = logits_of(number, len(step))
-        output = sampler(logits.clone(), metadata([SamplingParams(**fields) for fields in step]))
-        results.append(result(logits, output.sampled_token_ids, output.logprobs_tensors.logprobs))
+        logits, parameters = logits_of(number, len(step)), [SamplingParams(**fields) for fields in step]
+        runner.requests = {f"{number}.{i}-x": Object(sampling_params=one) for i, one in enumerate(parameters)}
+        runner.input_batch.req_ids = [*runner.requests]
+        output = sampler(logits.clone(), metadata(parameters))
+        taken = [taken_of(recorder, f"{number}.{i}") for i in range(len(step))]
+        results.append(result(logits, output.sampled_token_ids, output.logprobs_tensors.logprobs, taken))
     return results
+
+
+def taken_of(recorder: DrawRecorder, rid: str) -> list[int] | None:
+    """Candidates of the second token of a request, the only one that is drawn here; None where there are none."""
+    if (wire := recorder.take(rid, 2)) is None:
+        return None
+    sizes, ids = (np.frombuffer(base64.b64decode(text), dtype=np.int32).tolist() for text in wire)
+    assert sizes == [0, len(ids)]
+    return ids
 
 
 class SecondRunner:
@@ -90,7 +105,8 @@ class SecondRunner:
         fields = {"enable_adaptive_verification": False, "rejection_sample_method": "standard"}
         drafts = Object(num_speculative_tokens=DRAFTS, **fields)
         self._verifier = rejection.RejectionSampler(self._sampler, drafts, CPU)
-        return_full_logprobs(Object(sampler=self._sampler, rejection_sampler=self._verifier))
+        runner = Object(sampler=self._sampler, rejection_sampler=self._verifier, req_states=self._states)
+        self._recorder = DrawRecorder(runner)
 
     def results(self, steps: list[Step]) -> list[dict[str, Any]]:
         """What it returns for each step, with drafts in every second one: rows of tokens that were not drawn are -1."""
@@ -99,8 +115,8 @@ class SecondRunner:
     def _step(self, number: int, step: Step, drafts: int) -> dict[str, Any]:
         slots = []
         for index, fields in enumerate(step):
-            self._states.add_request(str(index), PROMPT, [0] * PROMPT, PROMPT, 8)
-            slots.append(self._states.req_id_to_index[str(index)])
+            self._states.add_request(f"{index}-x", PROMPT, [0] * PROMPT, PROMPT, 8)
+            slots.append(self._states.req_id_to_index[f"{index}-x"])
             self._sampler.add_request(slots[-1], SamplingParams(seed=index, **fields))
         self._states.apply_staged_writes()
         self._sampler.apply_staged_writes()
@@ -109,10 +125,11 @@ class SecondRunner:
         call = self._verifier if drafts else self._sampler
         output = call(logits.clone(), batch(torch.tensor(slots, dtype=torch.int32), rows, logits))
         for index in range(len(step)):
-            self._states.remove_request(str(index))
+            self._states.remove_request(f"{index}-x")
         drawn = torch.arange(rows) < output.num_sampled[:, None]
         tokens = output.sampled_token_ids.where(drawn, -1)
-        return result(logits, tokens.view(-1, 1), output.logprobs_tensors.logprobs)
+        taken = [taken_of(self._recorder, str(index)) for index in range(len(step))]
+        return result(logits, tokens.view(-1, 1), output.logprobs_tensors.logprobs, taken)
 
 
 def batch(slots: torch.Tensor, rows: int, logits: torch.Tensor) -> Any:
@@ -142,9 +159,12 @@ def logits_of(step: int, rows: int) -> torch.Tensor:
     return 2 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(step))
 
 
-def result(logits: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor) -> dict[str, Any]:
-    """The logits, drawn tokens and their log-probabilities of the rows of a step."""
-    return {"logits": logits.tolist(), "tokens": tokens[:, 0].tolist(), "logprobs": logprobs[:, 0].tolist()}
+def result(
+    logits: torch.Tensor, tokens: torch.Tensor, logprobs: torch.Tensor, taken: list[list[int] | None]
+) -> dict[str, Any]:
+    """The logits, drawn tokens and their log-probabilities of the rows of a step, and candidates of its requests."""
+    values = {"logits": logits.tolist(), "tokens": tokens[:, 0].tolist(), "logprobs": logprobs[:, 0].tolist()}
+    return values | {"candidates": taken}
 
 
 def main() -> None:

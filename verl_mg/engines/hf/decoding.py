@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +21,57 @@ from transformers.cache_utils import DynamicLayer
 
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines.engine import Sampling
+from verl_mg.engines.sampled_support import SampledSupport, likeliest
 from verl_mg.engines.stop_strings import Decode, num_tokens_to_stop
 from verl_mg.images import RowImages
 
 # Rows leave the batch once this share of it is done: removing a row copies the cache of all others.
 SHARE_DONE_BEFORE_COMPACTION = 0.25
+
+
+class Draws(NamedTuple):
+    """Tokens that were drawn for n rows, one each, and what is reported of them."""
+
+    tokens: Tensor  # (n,) int64
+    logprobs: Tensor  # (n,) float32
+    candidates: Tensor | None = None  # (n, vocabulary) bool; None where they are not reported
+    top: Tensor | None = None  # likeliest tokens, (n, 2, k) float32; None where they are not reported
+
+
+class Completion(NamedTuple):
+    """New tokens of a row, with the fields of a `Sample`."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    support: SampledSupport | None = None
+    top: Tensor | None = None
+
+
+class Reports:
+    """Candidates and likeliest tokens of the draws of n rows, which are in the batch for different numbers of steps."""
+
+    def __init__(self, rows: int) -> None:
+        self._ids: list[list[Tensor]] = [[] for _ in range(rows)]
+        self._tops: list[list[Tensor]] = [[] for _ in range(rows)]
+
+    def add(self, index: Tensor, draws: Draws) -> None:
+        """Adds one draw for each of the r rows `index`."""
+        if draws.candidates is not None:
+            ids = draws.candidates.nonzero()[:, 1].to("cpu", torch.int32)
+            for row, of_row in zip(index.tolist(), ids.split(draws.candidates.sum(1).tolist()), strict=True):
+                self._ids[row].append(of_row)
+        if draws.top is not None:
+            for row, top in zip(index.tolist(), draws.top.cpu(), strict=True):
+                self._tops[row].append(top)
+
+    def completion(self, row: int, tokens: list[int], logprobs: list[float]) -> Completion:
+        """Returns the tokens of a row up to its end with what is reported of them."""
+        ids, tops, support = self._ids[row][: len(tokens)], self._tops[row][: len(tokens)], None
+        if ids:
+            support = SampledSupport(
+                torch.tensor([len(of_token) for of_token in ids], dtype=torch.int32), torch.cat(ids)
+            )
+        return Completion(tokens, logprobs, support, torch.stack(tops) if tops else None)
 
 
 class TextEnd:
@@ -78,8 +124,8 @@ def decode(
     images: Sequence[RowImages] = (),
     vision: VisionPrefill | None = None,
     text_end: TextEnd | None = None,
-) -> list[tuple[list[int], list[float]]]:
-    """Continues n prompts, each by up to its limit of tokens, of which T is the largest; returns tokens and log-probs.
+) -> list[Completion]:
+    """Continues n prompts, each by up to its limit of tokens, of which T is the largest.
 
     `uniforms` (n, T) are in [0, 1): entry t of a row draws its t-th token. `aborted` is called after every token. The
     limit in `sampling` is not used. Without `images` no prompt has any; they need `vision`.
@@ -91,6 +137,7 @@ def decode(
     drawn = torch.zeros(len(prompts), steps, dtype=torch.int64, device=device)
     scores = torch.zeros(len(prompts), steps, device=device)
     lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
+    reports = Reports(len(prompts))
     cache = DynamicCache(config=module.config)
     # Layers that keep a window or a state instead of all columns are unchanged.
     cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
@@ -98,8 +145,10 @@ def decode(
     width = rows.attend.shape[1] - steps
 
     for step in range(steps):
-        tokens, logprobs = draw_tokens(logits, uniforms[rows.index, step], sampling)
-        drawn[rows.index, step], scores[rows.index, step] = tokens, logprobs
+        draws = draw_tokens(logits, uniforms[rows.index, step], sampling)
+        tokens = draws.tokens
+        drawn[rows.index, step], scores[rows.index, step] = tokens, draws.logprobs
+        reports.add(rows.index, draws)
         lengths[rows.index] += rows.running
         rows.running &= ~torch.isin(tokens, stops) & (rows.limit > step + 1)
         if text_end:
@@ -119,7 +168,10 @@ def decode(
         logits = _forward(module, cache, tokens[:, None], attend, rows.position[:, None])
         rows.position += 1
     ends = zip(drawn.tolist(), scores.tolist(), lengths.tolist(), strict=True)
-    return [(tokens_of_row[:length], of_row[:length]) for tokens_of_row, of_row, length in ends]
+    return [
+        reports.completion(row, tokens_of_row[:length], of_row[:length])
+        for row, (tokens_of_row, of_row, length) in enumerate(ends)
+    ]
 
 
 def _prefill(
@@ -190,11 +242,11 @@ def uniforms(seed: int, n: int) -> torch.Tensor:
     return torch.rand(n, generator=torch.Generator().manual_seed(seed))
 
 
-def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> Draws:
     """Draws one token per row by inverting its cumulative distribution at the row's uniform number.
 
-    From logits (n, V) and uniforms (n,), returns tokens (n,) int64 and their log-probs (n,) float32 in nats under the
-    full temperature-scaled distribution: top-k, top-p, min-p and exclusion restrict the draw and do not renormalise it.
+    `logits` are (n, V), `uniforms` (n,). Log-probs in nats are under the full temperature-scaled distribution, which
+    top-k, top-p, min-p and exclusion do not renormalise, or under that of the candidates where these are reported.
     """
     # With given uniforms a sample depends only on its seed, and not on the other rows or on the device's generator.
     scores = logits.float()
@@ -208,22 +260,32 @@ def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
         # After `total`: training computes log-probs under the full distribution, and so they are here.
         weights = weights.index_fill(-1, excluded, 0.0)
         best = scores.index_fill(-1, excluded, -torch.inf).argmax(dim=-1, keepdim=True)
-    tokens = best if sampling.temperature == 0 else _draw(weights, total, best, uniforms[:, None], sampling)
+    tokens, candidates = best, None
+    if sampling.temperature > 0:
+        kept, ids = _kept(weights, total, sampling)
+        first = best if ids is None else torch.zeros_like(best)
+        columns = _invert(kept, first, uniforms[:, None])
+        tokens = columns if ids is None else ids.gather(-1, columns)
+        if sampling.reports_support:
+            total = kept.sum(dim=-1, keepdim=True)
+            candidates = (
+                kept > 0 if ids is None else torch.zeros_like(weights, dtype=torch.bool).scatter(-1, ids, kept > 0)
+            )
     logprobs = scores.gather(-1, tokens) - best_score - total.log()
-    return tokens.squeeze(-1), logprobs.squeeze(-1)
+    top = None
+    if sampling.top_logprobs:
+        under = scores - best_score - total.log()
+        top = likeliest(under if candidates is None else under.where(candidates, -torch.inf), sampling.top_logprobs)
+    return Draws(tokens.squeeze(-1), logprobs.squeeze(-1), candidates, top)
 
 
-def _draw(
-    weights: torch.Tensor, total: torch.Tensor, best: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
-) -> torch.Tensor:
-    """Draws tokens (n, 1) from unnormalised weights (n, V); total, best (most probable token), uniforms: (n, 1)."""
+def _kept(weights: torch.Tensor, total: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns unnormalised weights (n, V) that are 0 but for candidates; with the ids of the columns where sorted."""
     if sampling.min_p > 0:
         weights = weights * (weights >= sampling.min_p * weights.amax(dim=-1, keepdim=True))
     if sampling.top_k == 0 and sampling.top_p == 1:
-        return _invert(weights, best, uniforms)
-    kept, ids = _most_probable(weights, total, sampling)
-    first = torch.zeros_like(best)
-    return ids.gather(-1, _invert(kept, first, uniforms))
+        return weights, None
+    return _most_probable(weights, total, sampling)
 
 
 def _most_probable(weights: torch.Tensor, total: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:

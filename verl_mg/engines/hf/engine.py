@@ -182,11 +182,12 @@ class HFEngine(RolloutEngine):
             completions = decode(self.module, contexts, *drawing, images, self._vision, text_end)
         else:
             completions = generate(self.module, self._family.form, contexts, *drawing, text_end)
-        for row, (i, (tokens, logprobs)) in enumerate(zip(running, completions, strict=True)):
+        for row, (i, (tokens, logprobs, support, top)) in enumerate(zip(running, completions, strict=True)):
             stopped = (text_end and row in text_end.ended) or tokens[-1] in batch[i][1].stop_token_ids
             finish: Finish = "stop" if stopped else "length" if len(tokens) == limits[i] else "abort"
             versions = (self.version,) * len(tokens)
-            samples[i] = Sample(batch[i][0].id, tuple(tokens), tuple(logprobs), versions, finish)
+            reported = (tuple(tokens), tuple(logprobs), versions, finish)
+            samples[i] = Sample(batch[i][0].id, *reported, support=support, top=top)
         return samples
 
     def _text_end(self, batch: Sequence[tuple[Request, Sampling]]) -> TextEnd | None:
@@ -201,7 +202,8 @@ class HFEngine(RolloutEngine):
 def _drawing(sampling: Sampling) -> tuple[object, ...]:
     """Returns everything that decides how a token is drawn."""
     cuts = (sampling.top_p, sampling.top_k, sampling.min_p)
-    return (sampling.temperature, *cuts, sampling.stop_token_ids, sampling.stop, sampling.excluded_token_ids)
+    reported = (sampling.returns_support, sampling.top_logprobs)
+    return (sampling.temperature, *cuts, *reported, sampling.stop_token_ids, sampling.stop, sampling.excluded_token_ids)
 
 
 def _batching_key(waiting: tuple[Request, Sampling]) -> tuple[object, ...]:

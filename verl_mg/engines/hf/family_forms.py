@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from verl_mg.engines.engine import Sampling
-from verl_mg.engines.hf.decoding import TextEnd, decode, draw_tokens
+from verl_mg.engines.hf.decoding import Completion, Reports, TextEnd, decode, draw_tokens
 from verl_mg.errors import UserError, one_line
 from verl_mg.models.hf_families import FAMILIES
 from verl_mg.models.shrunk_config import LONGEST_ROW, narrow_module, random_rows, row_logits, row_logprobs, shrink
@@ -100,12 +100,12 @@ def generate(
     sampling: Sampling,
     aborted: Callable[[], bool],
     text_end: TextEnd | None = None,
-) -> list[tuple[list[int], list[float]]]:
+) -> list[Completion]:
     """Does the same as `decoding.decode` in the other forms; EQUAL by `generate` of the module."""
     groups: dict[object, list[int]] = defaultdict(list)
     for number, prompt in enumerate(prompts):
         groups[len(prompt) if form is Form.EQUAL else number].append(number)
-    results: dict[int, tuple[list[int], list[float]]] = {}
+    results: dict[int, Completion] = {}
     for numbers in groups.values():
         index, ids = torch.tensor(numbers), torch.tensor([prompts[number] for number in numbers], device=module.device)
         draw = _Draw(index, uniforms[index], torch.tensor(limits)[index], sampling, aborted, text_end)
@@ -146,30 +146,35 @@ class _Draw(LogitsProcessor):
         self._tokens: list[Tensor] = []
         self._logprobs: list[Tensor] = []
         self._lengths = torch.zeros(len(index), dtype=torch.int64)
+        self._reports = Reports(len(index))
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]  # annotated LongTensor
         """Returns logits with which only the drawn tokens are possible."""
         step = len(self._tokens)
-        drawn, logprobs = draw_tokens(scores, self._uniforms[:, step].to(scores.device), self._sampling)
-        tokens = drawn.cpu()
+        draws = draw_tokens(scores, self._uniforms[:, step].to(scores.device), self._sampling)
+        tokens = draws.tokens.cpu()
         self._tokens.append(tokens)
-        self._logprobs.append(logprobs.cpu())
+        self._logprobs.append(draws.logprobs.cpu())
+        self._reports.add(torch.arange(len(tokens)), draws)
         self._lengths += self.running
         self.running &= ~torch.isin(tokens, self._stops) & (self.limits > step + 1)
         if self._text_end:
             self.running &= ~self._text_end.reached(self._index, tokens, self.running)
-        return torch.full_like(scores, -torch.inf).scatter(1, drawn[:, None], 0.0)
+        return torch.full_like(scores, -torch.inf).scatter(1, draws.tokens[:, None], 0.0)
 
     @property
     def started(self) -> bool:
         """Returns whether any tokens were drawn."""
         return bool(self._tokens)
 
-    def results(self) -> list[tuple[list[int], list[float]]]:
-        """Returns tokens and log-probs of each row up to its end."""
+    def results(self) -> list[Completion]:
+        """Returns the tokens of each row up to its end."""
         tokens, logprobs = torch.stack(self._tokens, 1).tolist(), torch.stack(self._logprobs, 1).tolist()
         ends = zip(tokens, logprobs, self._lengths.tolist(), strict=True)
-        return [(of_row[:length], scores[:length]) for of_row, scores, length in ends]
+        return [
+            self._reports.completion(row, of_row[:length], scores[:length])
+            for row, (of_row, scores, length) in enumerate(ends)
+        ]
 
 
 class _End(StoppingCriteria):
@@ -206,12 +211,12 @@ def _failure(narrow: PreTrainedConfig, attention: str, form: Form, prompts: Sequ
     try:
         module = narrow_module(narrow, attention)
         results = decode(module, *arguments) if form is Form.PADDED else generate(module, form, *arguments)
-        rows = [(*prompt, *tokens) for prompt, (tokens, _) in zip(prompts, results, strict=True)]
+        rows = [(*prompt, *result.tokens) for prompt, result in zip(prompts, results, strict=True)]
         expected = [
             row[len(prompt) - 1 :]
             for prompt, row in zip(prompts, row_logprobs(narrow_module(narrow, "eager"), rows), strict=True)
         ]
-        return _difference(expected, [torch.tensor(logprobs) for _, logprobs in results])
+        return _difference(expected, [torch.tensor(result.logprobs) for result in results])
     except Exception as error:  # of any kind: it is the code of any family
         return one_line(error, 120)
 

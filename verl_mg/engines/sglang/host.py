@@ -22,6 +22,7 @@ from verl_mg.engines.engine_attachment import EngineListener
 from verl_mg.engines.engine_host import EngineHost
 from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.payloads import named_views, open_payload
+from verl_mg.engines.sampled_support import support_to_wire, top_to_wire
 from verl_mg.engines.sglang import internals
 from verl_mg.engines.sglang.arguments import choices, has_multi_token_draft
 from verl_mg.engines.sglang.weight_loader import LOADER, merge_stages, pickled_by_value
@@ -53,12 +54,14 @@ class SGLangHost(EngineHost):
 
     async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
         """Implements `EngineHost.generate`."""
-        fields = request_fields(request) | {"lora_path": self._adapters}
+        fields = request_fields(request) | {"rid": rid, "lora_path": self._adapters}
         if request["images"] and self._processor:
             # In this form SGLang takes the token ids as they are; from files it would make text of them and new ids.
             images = tuple(Image(base64.b64decode(text)) for text in request["images"])
             fields["image_data"] = [{"format": "processor_output", **self._processor.model_inputs([images])}]
-        sample = parse_response(await self._engine.async_generate(rid=rid, **fields))
+        # Not by the engine's method, which does not take all fields of a request.
+        response = await anext(self._manager.generate_request(internals.request("GenerateReqInput", **fields), None))
+        sample = parse_response(response, request["top_logprobs"])
         loads, self._loads = self._loads, Counter()
         return sample | {"counts": sample["counts"] | loads}
 
@@ -182,6 +185,10 @@ class SGLangHost(EngineHost):
         """Returns what the schedulers have made of the arguments; nothing on a further node of an engine."""
         return choices((await self._manager.get_internal_state())[0]) if self._manager else {}
 
+    async def size(self) -> dict[str, int]:
+        """Returns the size of all data-parallel schedulers; nothing on a further node of an engine."""
+        return size(await self._manager.get_internal_state()) if self._manager else {}
+
     def shutdown(self) -> None:
         """Ends all processes of SGLang."""
         self._engine.shutdown()
@@ -241,6 +248,12 @@ def request_fields(request: dict[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {"input_ids": request["tokens"], "sampling_params": parameters, "return_logprob": True}
     if request["routed_experts"]:
         fields["return_routed_experts"] = True
+    if request["returns_support"]:
+        fields["return_sampling_mask"] = True
+        # SGLang refuses to report the candidates without a limit of their number.
+        parameters["top_k"] = min(request["top_k"] or request["vocab"], request["vocab"])
+    if request["top_logprobs"]:
+        fields["top_logprobs_num"] = request["top_logprobs"]
     return fields
 
 
@@ -255,16 +268,46 @@ def image_fields(request: dict[str, Any], processor: ImageProcessor) -> dict[str
     }
 
 
-def parse_response(response: dict[str, Any]) -> dict[str, Any]:
+def parse_response(response: dict[str, Any], top_logprobs: int) -> dict[str, Any]:
     """Extracts the fields of a sample from SGLang's response to a request; see `EngineHost.generate`."""
     meta = response["meta_info"]
+    logprobs = full = [entry[0] for entry in meta["output_token_logprobs"]]
+    likeliest = [_pairs(entries) for entries in meta.get("output_top_logprobs") or ()] if top_logprobs else []
+    if (candidates := meta.get("output_token_sampling_mask")) is not None:
+        logprobs = meta["output_token_sampling_logprobs"]
+        # Those are under the full distribution, these under that of the candidates, which are its likeliest tokens.
+        parts = zip(likeliest, candidates, full, logprobs, strict=True) if likeliest else ()
+        likeliest = [_under_support(*part) for part in parts]
     return {
         "tokens": response["output_ids"],
-        "logprobs": [entry[0] for entry in meta["output_token_logprobs"]],
+        "logprobs": logprobs,
+        "support": candidates and support_to_wire(candidates),
+        "top": top_to_wire(likeliest, top_logprobs) if likeliest else None,
         "finish": meta["finish_reason"]["type"],
         "spans": meta.get("weight_versions") or [],
         "routed_experts": meta.get("routed_experts"),
         "counts": _counts(meta),
+    }
+
+
+def _pairs(entries: Sequence[Sequence[Any]]) -> list[tuple[float, int]]:
+    # JSON has no infinity, the log-prob of a token whose probability is rounded to 0.
+    return [(logprob, token) for logprob, token, *_ in entries if logprob is not None]
+
+
+def _under_support(
+    entries: list[tuple[float, int]], candidates: Sequence[int], full: float, inside: float
+) -> list[tuple[float, int]]:
+    """Returns the candidates among the likeliest tokens, by the log-probs of the drawn token in both distributions."""
+    kept = set(candidates)
+    return [(logprob - full + inside, token) for logprob, token in entries if token in kept]
+
+
+def size(states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Returns the fields of `EngineHost.size`, from the state of each data-parallel scheduler."""
+    return {
+        "max_running": sum(state["effective_max_running_requests_per_dp"] for state in states),
+        "cache_tokens": sum(state["memory_usage"]["token_capacity"] for state in states),
     }
 
 

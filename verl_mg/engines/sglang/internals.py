@@ -11,6 +11,7 @@ run in SGLang's processes, but for the parsers, which any process may read.
 | `finish_load`, `compute_buffers`, `write`, `is_transposed` | updates in place | processes weights otherwise |
 | `marlin_layers`, `write_marlin`, `keep_order` | INT4 in the order of its kernel | changes kernel, layer or marks |
 | `start_engine`, `run_scheduler` | memory is pinned also without a GPU | starts schedulers otherwise |
+| `return_all_candidates` | as many as there are, without a limit that cuts them | packs them elsewhere |
 | `unloaded_model` | traces of its weight loader | builds models otherwise |
 
 `tests/engines/sglang/test_internals.py` finds what is missing in the installed version.
@@ -120,12 +121,27 @@ def run_scheduler(*arguments: Any) -> None:
     """Runs a scheduler process of SGLang."""
     from sglang.srt.managers.scheduler import run_scheduler_process
 
+    return_all_candidates()
     # GPU: SGLang's scheduler runs unchanged.
     # GPU-TEST: tests/engines/sglang/test_contract.py::test_engine_arguments_on_gpus_are_accepted_and_effective
     # GPU-RAN: h200-1, h100-1
     if not torch.cuda.is_available():
         _do_without_gpu()
     run_scheduler_process(*arguments)
+
+
+def return_all_candidates() -> None:
+    """Has samplers return as many candidates as the draws of a step have at most."""
+    # SGLang packs, sorts and copies to the host as many for each token as its limit permits, here the vocabulary.
+    from sglang.srt.layers.sampler import Sampler
+
+    build = Sampler._build_sampling_mask_output
+
+    def build_as_wide_as_needed(sampler: Any, tokens: Tensor, captured: Any, *rest: Any) -> Any:
+        sampler.sampling_mask_max_tokens = int((captured.weights > 0).sum(-1).max())
+        return build(sampler, tokens, captured, *rest)
+
+    library().replace(Sampler, _build_sampling_mask_output=build_as_wide_as_needed)
 
 
 def _do_without_gpu() -> None:

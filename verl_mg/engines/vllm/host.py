@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import ctypes
+import math
 import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -19,6 +20,7 @@ from verl_mg.engines.engine import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT,
 from verl_mg.engines.engine_attachment import EngineListener
 from verl_mg.engines.engine_host import EngineHost
 from verl_mg.engines.engine_options import EngineOptions
+from verl_mg.engines.sampled_support import Wire, top_to_wire
 from verl_mg.engines.vllm import internals
 from verl_mg.engines.vllm.arguments import choices
 from verl_mg.images import Image
@@ -72,7 +74,8 @@ class VLLMHost(EngineHost):
             stop_token_ids=request["stop_token_ids"],
             # vLLM's generator starts again with each request: continuations are to draw other numbers.
             seed=None if seed is None else (seed + len(request["tokens"]) * SEED_STEP) % 2**63,
-            logprobs=0,  # of the drawn token only
+            logprobs=request["top_logprobs"],  # of the drawn token, and so many likeliest ones
+            extra_args={internals.SUPPORT: True} if request["returns_support"] else None,
             logit_bias=dict.fromkeys(request["excluded_token_ids"], EXCLUDED) or None,
             # vLLM also stops at the model's end of sequence, unless it is to ignore that.
             ignore_eos=True,
@@ -84,12 +87,15 @@ class VLLMHost(EngineHost):
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         output = await self._output(request["tokens"], request["images"], parameters, rid)
-        tokens = list(output.token_ids)
+        tokens, count = list(output.token_ids), request["top_logprobs"]
+        support = await self._support(rid, len(tokens)) if request["returns_support"] else None
         if output.finish_reason not in ("stop", "length", "abort"):
             raise RuntimeError(f"the request ended with {output.finish_reason}")
         return {
             "tokens": tokens,
             "logprobs": [step[token].logprob for token, step in zip(tokens, output.logprobs or (), strict=True)],
+            "support": support,
+            "top": top_to_wire([_likeliest(step, count) for step in output.logprobs or ()], count) if count else None,
             "finish": output.finish_reason,
             "spans": [
                 {"start": span.start, "end": span.end, "version": span.version}
@@ -168,6 +174,12 @@ class VLLMHost(EngineHost):
         }
         return choices(resolved) | {"attention": self._attention}
 
+    async def size(self) -> dict[str, int]:
+        """Implements `EngineHost.size`."""
+        config = self._engine.vllm_config
+        cache_tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
+        return {"max_running": config.scheduler_config.max_num_seqs, "cache_tokens": cache_tokens}
+
     def shutdown(self) -> None:
         """Ends all processes of vLLM."""
         self._engine.shutdown()
@@ -202,6 +214,10 @@ class VLLMHost(EngineHost):
             return str((await self._rpc("take_routing", rid, fed))[0])
         return base64.b64encode(output.routed_experts[:fed].astype("int32").tobytes()).decode()
 
+    async def _support(self, rid: str, num_tokens: int) -> Wire | None:
+        """Returns the candidates of the tokens that were drawn, which the ranks of the last pipeline stage know."""
+        return next(filter(None, await self._rpc("take_support", rid, num_tokens)), None)
+
     async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
         return list(await self._call_engine(self._engine.collective_rpc(method, args=arguments)))
 
@@ -217,6 +233,12 @@ class VLLMHost(EngineHost):
         while not self._engine.errored:
             await asyncio.sleep(WATCH_SECONDS)
         _end()
+
+
+def _likeliest(step: Mapping[int, Any], count: int) -> list[tuple[float, int]]:
+    """Returns the likeliest tokens of a step, in which vLLM has the drawn one too."""
+    ranked = sorted((entry.rank, entry.logprob, token) for token, entry in step.items())
+    return [(logprob, token) for rank, logprob, token in ranked if rank <= count and logprob > -math.inf]
 
 
 class VLLMPart:

@@ -14,7 +14,7 @@ All imports are inside of functions, which run in vLLM's processes.
 | `StagedExperts` | experts in the order of a kernel of the CPU | has other kernels |
 | `register_adapters` | adapters from memory, not from a file | has another manager of adapters |
 | `RoutingRecorder` | experts of each token on the CPU, where vLLM does not return them | has other layers or batches |
-| `return_full_logprobs` | log-probs before top-k and top-p, after temperature | has other samplers |
+| `DrawRecorder` | log-probs after temperature before or after top-k and top-p, candidates | has other samplers |
 | `unloaded_model` | traces of its weight loader | builds models otherwise |
 
 `tests/engines/vllm/test_internals.py` finds what is missing in the installed version.
@@ -24,16 +24,17 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import copy
 from functools import partialmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from verl_mg.engines.sampled_support import Wire, to_wire
 from verl_mg.layout import EngineLayout
 from verl_mg.library import Library
 
@@ -41,6 +42,7 @@ CPU_POLL_SECONDS = 0.001  # time for which a worker on the CPU polls for the nex
 # Longest sleep of a worker on the CPU: it misses the notification of a message written while it falls asleep.
 CPU_SLEEP_MS = 10
 DERIVED = (".W_UK_T", ".W_UV")  # ends of the names of parameters that are computed from others
+SUPPORT = "returns_support"  # argument of a request: whether the candidates of its tokens are recorded
 # Kernels of sparse attention by their name in vLLM.
 SPARSE_BACKEND = "vllm.v1.attention.backends.mla.flashmla_sparse.FlashMLASparseBackend"
 
@@ -247,24 +249,98 @@ class RoutingRecorder:
         return output
 
 
-def return_full_logprobs(runner: Any) -> None:
-    """Has a runner return log-probabilities after temperature, 1 for greedy ones, but before min-p, top-k and top-p."""
-    # vLLM's processed ones are renormalized over the candidates, its raw ones ignore the temperature. Its two model
-    # runners have different samplers: one returns log-probabilities, the other logits.
-    sampler, full = runner.sampler, _FullDistribution()
-    if hasattr(sampler, "topk_topp_sampler"):
-        candidates = sampler.topk_topp_sampler
-        library().replace(sampler, apply_temperature=full.kept_after(sampler.apply_temperature, _log_softmax))
-        library().replace(candidates, forward=full.returned_by(candidates.forward, 1))
-        return
-    # GPU: the sampler of vLLM's second model runner, and with speculative decoding one that verifies drafts with it.
-    # GPU-TEST: tests/engines/vllm/test_sampler.py::test_sampler_returns_the_distribution_after_temperature
-    # GPU-RAN: not yet
-    states, verifier = sampler.sampling_states, runner.rejection_sampler
-    library().replace(states, apply_temperature=full.kept_after(states.apply_temperature, torch.clone))
-    library().replace(sampler, _sample_random=full.returned_by(sampler._sample_random, 1))
-    if verifier is not None:
-        library().replace(verifier, _verify=full.returned_by(verifier._verify, 0))
+class _Draw(NamedTuple):
+    """A draw for a request that wants the candidates."""
+
+    row: int  # its row in the batch
+    rid: str
+    number: int  # number of the drawn token in the response
+    excluded: Sequence[int]  # tokens that are never drawn, of which a bias has left a rounding error
+
+
+class DrawRecorder:
+    """Has a runner return log-probabilities after temperature, 1 for greedy ones, and before min-p, top-k and top-p.
+
+    For requests that want the candidates of their tokens they are after all of these, and the candidates recorded:
+
+    draw of a step: _rows_of_first, _rows_of_second  -->  _record  -->  candidates by request and token  --> take
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._recorded: dict[str, dict[int, Tensor]] = {}
+        self._wanting: dict[int, Sequence[int]] = {}  # tokens that are excluded, by slot of the second runner
+        # vLLM's processed log-probs are renormalized over the candidates, its raw ones ignore the temperature. Its two
+        # model runners have different samplers: one returns log-probabilities, the other logits.
+        sampler, full = runner.sampler, _FullDistribution()
+        if hasattr(sampler, "topk_topp_sampler"):
+            candidates = sampler.topk_topp_sampler
+            library().replace(sampler, apply_temperature=full.kept_after(sampler.apply_temperature, _log_softmax))
+            draw = full.returned_by(candidates.forward, 1, self._rows_of_first, self._record)
+            library().replace(candidates, forward=draw)
+            return
+        # GPU: the sampler of vLLM's second model runner, and with speculative decoding one that verifies drafts with
+        # it, which records no candidates.
+        # GPU-TEST: tests/engines/vllm/test_sampler.py::test_sampler_returns_the_distribution_that_the_request_wants
+        # GPU-RAN: not yet
+        states, verifier, add = sampler.sampling_states, runner.rejection_sampler, sampler.add_request
+        library().replace(states, apply_temperature=full.kept_after(states.apply_temperature, torch.clone))
+        draw = full.returned_by(sampler._sample_random, 1, self._rows_of_second, self._record)
+
+        def add_request(slot: int, parameters: Any) -> None:
+            self._wanting.pop(slot, None)
+            if _wants_candidates(parameters):
+                self._wanting[slot] = tuple(parameters.logit_bias or ())
+            add(slot, parameters)
+
+        library().replace(sampler, _sample_random=draw, add_request=add_request)
+        if verifier is not None:
+            library().replace(verifier, _verify=full.returned_by(verifier._verify, 0, lambda *_: (), self._record))
+
+    def take(self, rid: str, num_tokens: int) -> Wire | None:
+        """Returns the candidates of a request's tokens, and forgets the request; None where none are recorded."""
+        recorded = self._recorded.pop(rid, None)
+        none = torch.empty(0, dtype=torch.int32)
+        ids = [none if recorded is None else recorded.get(number, none) for number in range(num_tokens)]
+        sizes = torch.tensor([len(of_token) for of_token in ids], dtype=torch.int32)
+        return to_wire(sizes.numpy(), torch.cat([*ids, none]).numpy()) if recorded else None
+
+    def _rows_of_first(self, *_: Any) -> Sequence[_Draw]:
+        runner, batch, draws = self._runner, self._runner.input_batch, []
+        for row, rid in enumerate(batch.req_ids):
+            parameters = runner.requests[rid].sampling_params
+            # What is drawn in front of the last token of a context is dropped.
+            if _wants_candidates(parameters) and not runner.discard_request_mask.np[row]:
+                number = int(runner.optimistic_seq_lens_cpu[row]) - int(batch.num_prompt_tokens[row])
+                draws.append(_Draw(row, rid, number, tuple(parameters.logit_bias or ())))
+        return draws
+
+    def _rows_of_second(self, logits: Tensor, mapping: Tensor, slots: Any, places: Tensor, *_: Any) -> Sequence[_Draw]:
+        rows = [(row, slot) for row, slot in enumerate(slots.tolist()) if slot in self._wanting]
+        if not rows:  # the next line waits for the device
+            return ()
+        states, lengths = self._runner.req_states, (places + 1).tolist()
+        return [
+            _Draw(
+                row, states.index_to_req_id[slot], lengths[row] - int(states.prompt_len.np[slot]), self._wanting[slot]
+            )
+            for row, slot in rows
+            if lengths[row] >= states.prefill_len.np[slot]
+        ]
+
+    def _record(self, draws: Sequence[_Draw], values: Tensor) -> None:
+        kept = values[[draw.row for draw in draws]] > -torch.inf
+        for draw, mask in zip(draws, kept, strict=True):
+            mask[list(draw.excluded)] = False
+        ids = kept.nonzero()[:, 1].to("cpu", torch.int32)
+        for draw, of_token in zip(draws, ids.split(kept.sum(1).tolist()), strict=True):
+            rid = draw.rid.rpartition("-")[0]  # inside of vLLM it ends with a random part
+            # A token that is drawn again, because an update has dropped the first one, has its last candidates.
+            self._recorded.setdefault(rid, {})[draw.number] = of_token
+
+
+def _wants_candidates(parameters: Any) -> bool:
+    return bool((parameters.extra_args or {}).get(SUPPORT))
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -287,15 +363,32 @@ class _FullDistribution:
 
         return scale_and_keep
 
-    def returned_by(self, draw: Callable[..., tuple[Any, ...]], place: int) -> Callable[..., tuple[Any, ...]]:
-        """Returns `draw`, which draws tokens, with what was kept at this place of its result."""
+    def returned_by(
+        self,
+        draw: Callable[..., tuple[Any, ...]],
+        place: int,
+        wanted: Callable[..., Sequence[_Draw]],
+        record: Callable[[Sequence[_Draw], Tensor], None],
+    ) -> Callable[..., tuple[Any, ...]]:
+        """Returns `draw`, which draws tokens, with what was kept at this place of its result.
+
+        The rows of `wanted` draws stay as they are, and are given to `record`.
+        """
 
         def draw_with_full(*arguments: Any) -> tuple[Any, ...]:
             result = draw(*arguments)
             kept, self._values = self._values, None
+            draws = wanted(*arguments)
+            if draws:
+                record(draws, result[place])
             # The second model runner scales and cuts nothing where all requests are greedy or have temperature 1 and
             # no limits: then its result is the full distribution.
-            return result if kept is None else (*result[:place], kept, *result[place + 1 :])
+            if kept is None:
+                return result
+            if draws:
+                rows = [each.row for each in draws]
+                kept[rows] = result[place][rows]
+            return (*result[:place], kept, *result[place + 1 :])
 
         return draw_with_full
 
@@ -318,7 +411,9 @@ def unloaded_model(
     from vllm.model_executor.models import utils as model_utils
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from verl_mg.engines.vllm.arguments import layer_partition  # workers, which import this file, need no configuration
+    # Workers, which import this file, need no configuration.
+    from verl_mg.engines.vllm.arguments import field_overrides, layer_partition
+    from verl_mg.models.transformers_module import read_any_config
 
     library().check()
     inspect_models_here()
@@ -334,6 +429,7 @@ def unloaded_model(
         distributed_executor_backend="mp",
         enforce_eager=True,
         load_format="dummy",
+        hf_overrides=field_overrides(read_any_config(model_dir)),
         max_model_len=64,
         kv_cache_memory_bytes=1 << 20,
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 from vllm.platforms import current_platform
 
 from verl_mg.engines.payloads import named_views, open_payload
+from verl_mg.engines.sampled_support import Wire
 from verl_mg.engines.vllm import internals
 
 internals.do_without_gpu()
@@ -37,8 +38,8 @@ class WorkerExtension:
     def prepare(self, captures_routing: bool) -> str:
         """Adapts the worker, once after the start, and returns the names of its kernels of attention."""
         runner = self.model_runner
-        if runner.sampler is not None:  # the last pipeline stage's
-            internals.return_full_logprobs(runner)
+        # The last pipeline stage has a sampler.
+        self._draws = None if runner.sampler is None else internals.DrawRecorder(runner)
         self._written: set[str] = set()
         # GPU: experts are written where Triton's kernel reads them, and stages make their inputs in the warm-up.
         # GPU-TEST: tests/engines/vllm/test_engine.py::test_engine_updated_three_times_generates_as_transformers
@@ -98,6 +99,10 @@ class WorkerExtension:
     def take_routing(self, rid: str, fed: int) -> str:
         """Returns the recorded experts of a request, see `RoutingRecorder.take`, in base64."""
         return base64.b64encode(self._routing.take(rid, fed).numpy().tobytes()).decode()
+
+    def take_support(self, rid: str, num_tokens: int) -> Wire | None:
+        """Returns the recorded candidates of a request, see `DrawRecorder.take`; None where this rank draws nothing."""
+        return self._draws.take(rid, num_tokens) if self._draws else None
 
 
 def _plain_names(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
