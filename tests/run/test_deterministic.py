@@ -134,11 +134,7 @@ def test_deterministic_with_an_unseeded_server_raises(inputs):
 def test_candidates_that_a_server_does_not_report_raise(inputs):
     info, needs = info_of(inputs), ServerRequirements(read_config(inputs / "model"), 32, candidates=9)
     check("http://node7", replace(info, max_candidates=9), needs)
-    with pytest.raises(
-        UserError, match="reports 8 candidates of a token at most, and 9 are possible. Start"
-    ):
+    with pytest.raises(UserError, match="reports 8 candidates of a token at most, and 9 are possible. Start"):
         check("http://node7", replace(info, max_candidates=8), needs)
-    with pytest.raises(
-        UserError, match="draws are not known with --speculative-algorithm EAGLE. Set"
-    ):
+    with pytest.raises(UserError, match="draws are not known with --speculative-algorithm EAGLE. Set"):
         check("http://node7", replace(info, max_candidates=9, draft="EAGLE"), needs)
