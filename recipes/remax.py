@@ -81,14 +81,17 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
             batch["ref_logprobs"] = job.reference.compute_logprobs(batch)
     add_off_policy_weights(batch, cfg.off_policy, job.all_reduce_sum)
 
-    # A greedy response may be on another rank than the rows that it is compared with: both are matched by prompt.
+    # A greedy response may be on another rank than the rows that it is compared with: both are matched by prompt, and
+    # by agent. An agent without a turn in the greedy episode has the baseline 0.
+    ids = ("prompt_id", "agent") if job.config.rollout.agent_names else ("prompt_id",)
     prompt_ids = job.all_gather_column(batch, "prompt_id").unique().tolist()
     greedy = job.rollout.generate_greedy([job.prompts.by_id(prompt_id) for prompt_id in prompt_ids])
     greedy["reward"] = job.reward.wait(greedy)
-    greedy_ids = job.all_gather_column(greedy, "prompt_id").tolist()
+    greedy_ids = zip(*(job.all_gather_column(greedy, name).tolist() for name in ids), strict=True)
     baselines = dict(zip(greedy_ids, job.all_gather_column(greedy, "reward").tolist(), strict=True))
 
-    greedy_rewards = torch.tensor([baselines[prompt_id] for prompt_id in batch["prompt_id"].tolist()])
+    keys = zip(*(batch[name].tolist() for name in ids), strict=True)
+    greedy_rewards = torch.tensor([baselines.get(key, 0.0) for key in keys])
     advantages = remax(rewards_with_kl(batch, cfg.kl), greedy_rewards)
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
 

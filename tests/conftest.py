@@ -22,6 +22,7 @@ from hypothesis import settings
 from tests.helpers.fake_cuda import FakeCudaProcess
 from tests.helpers.machine import Machine
 from tests.helpers.rank_pool import RankPool
+from tests.helpers.s3_server import S3Server, s3_server
 from tests.helpers.tiny_models import MIXTURES, TRAINED, tiny_model
 from tests.transformer_engine.on_cpu import TransformerEngineRanks, installed
 from verl_mg.sandbox import run_python
@@ -131,6 +132,16 @@ def ranks(request) -> Iterator[RankPool]:
     pool = request.config.stash[_POOL]
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory) -> Iterator[S3Server]:
+    """An S3 server that the environment names."""
+    pytest.importorskip("s3fs")
+    with s3_server(tmp_path_factory.mktemp("s3")) as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.variables.items():
+            patch.setenv(name, value)
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from verl_mg.config import tree_for
 from verl_mg.errors import EXIT_CODE
 from verl_mg.job.recipe import load_recipe
 from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.run.checkpointer import SUMS
+from verl_mg.stores.folders import SUMS
 
 MEMORY = 32 * 2**30
 """Bytes of address space: the system refuses more before the machine suffers."""

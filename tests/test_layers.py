@@ -15,7 +15,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "verl_mg"
 
 PACKAGES = (
-    "errors device choice images batch jsonl phase_timer hub http_client import_function library config layout",
+    "errors device choice images batch jsonl phase_timer hub http_client import_function library config layout stores",
     "models algorithms sandbox",
     "sharding distributed data rewards",
     "reshard checkpoint",
@@ -33,6 +33,8 @@ LAYERS = {package: layer for layer, packages in enumerate(PACKAGES) for package 
 SAME_LAYER = {
     ("batch", "images"),
     ("config", "layout"),
+    ("config", "stores"),
+    ("stores", "jsonl"),
     ("phase_timer", "device"),
     ("run", "monitor"),
     ("__main__", "cli"),

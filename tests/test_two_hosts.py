@@ -32,6 +32,7 @@ from tests.rollout.engine_jobs import settings
 from verl_mg.distributed.watchdog import EXIT_RANK_LOST
 from verl_mg.run.checkpointer import checkpoints_in
 from verl_mg.run.job_state import read_state
+from verl_mg.stores.folders import LocalFolders
 
 PORT = 29400
 """Of the first host; nothing else listens in its network."""
@@ -153,7 +154,8 @@ def lose(launcher: Program) -> None:
 
 
 def ranks_of_checkpoint(output: Path) -> list[int]:
-    return [read_state(folder).ranks for folder in checkpoints_in(output / "checkpoints")]
+    folders = LocalFolders(output / "checkpoints")
+    return [read_state(folders.open(name)).ranks for name in checkpoints_in(folders)]
 
 
 @pytest.mark.nightly

@@ -42,8 +42,9 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | support_ids | candidate, int32 | their token ids: log-probs are of the distribution over them |
 | routed_experts | token, int16 | (layers, k) a token: the experts that took it in the rollout; -1 where not known |
 | reward | sequence | the scalar score of the row |
-| group | sequence, int64 | rows of one prompt share it |
+| group | sequence, int64 | rows of one prompt share it; where agents have names, rows of one agent and prompt |
 | trajectory | sequence, int64 | rows of one sample share it: an agent's sample has a row for each of its segments |
+| agent | sequence, int64 | number in `rollout.agent_names` of the agent that wrote in the row; of agents with names |
 | sample_id | sequence, int64 | unique over the run and the ranks; in a trajectory in the order of the segments |
 | prefix_of, prefix_length | sequence, int64 | of agents: the row begins with so many tokens of that id's row |
 | prompt_id, prompt_length | sequence, int64 | which prompt, and how many tokens are in front of the response |
@@ -56,7 +57,8 @@ tuple of its encoded images, in the order of their placeholders in `tokens`; Non
 prompt share them, see `verl_mg.images`.
 
 The rows of a trajectory are on one rank and have the same reward; whatever counts samples counts a trajectory once.
-Without agents a trajectory is a row. A batch without the column has as many trajectories as rows.
+Without agents a trajectory is a row. A batch without the column has as many trajectories as rows. An episode of agents
+with names is a trajectory for each of them: what compares the samples of a prompt compares trajectories of one agent.
 
 Inside a recipe a batch is distributed over all ranks of the job, each row on exactly one of them. Roles
 fetch the rows that they work on and bring columns back, so a recipe never mentions ranks.
@@ -93,7 +95,7 @@ TOKEN_COLUMNS = frozenset(
 )
 SEQUENCE_COLUMNS = frozenset(
     {"reward", "group", "trajectory", "sample_id", "prefix_of", "prefix_length", "prompt_id", "prompt_length"}
-    | {"policy_version", "truncated", "pair", "chosen", "teacher"}
+    | {"agent", "policy_version", "truncated", "pair", "chosen", "teacher"}
 )
 
 

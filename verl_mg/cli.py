@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from verl_mg.errors import EXIT_CODE, UserError
+from verl_mg.stores.url import require_local
 
 if TYPE_CHECKING:
     from verl_mg.config import Config
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_train(command("train", _train, "run a recipe; start it with torchrun or mpirun for more than one rank"))
     add = command("quickstart", _quickstart, "train a tiny model to add, in minutes, on any machine").add_argument
-    add("--output", default="runs/quickstart", help="folder of the run (default: %(default)s)")
+    add("--output", default="runs/quickstart", type=_local_output, help="folder of the run (default: %(default)s)")
     add(
         "overrides",
         nargs="*",
@@ -68,16 +69,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_eval(command("eval", _eval, "evaluate a model or a run on sets of prompts, or compare two evaluations"))
     add = command("status", _status, "progress of a run; exit code 0 if it has finished, else 3").add_argument
-    add("folder", metavar="RUN", type=Path, help="folder of the run, its job.output")
+    add("folder", metavar="RUN", help="folder of the run, its job.output; also on an object store")
     meaning = "check installation, machines and network, and what a job computes with; under torchrun of all nodes"
     add = command("doctor", _doctor, meaning).add_argument
     add("recipe", nargs="?", help="recipe of the job; only with --job")
     add("overrides", nargs="*", metavar="a.b=c", help="only with --job: values that replace the file's")
     meaning = "build a job of this file, --config of train; print its kernels, engine, memory and, on GPUs, warnings"
     add("--job", metavar="CONFIG", help=meaning)
-    add("--output", default="runs", type=Path, help="folder of runs, which every rank must see (default: %(default)s)")
+    add(
+        "--output",
+        default="runs",
+        type=_local_output,
+        help="folder of runs, which every rank must see (default: %(default)s)",
+    )
     add = command("view", _view, "curves, timelines and samples of runs, in the browser").add_argument
-    add("folders", nargs="+", metavar="RUN", type=Path, help="folder of a run, also of one that is running")
+    meaning = "folder of a run, also of one that is running; one on an object store is shown as it is now"
+    add("folders", nargs="+", metavar="RUN", help=meaning)
     add("--port", type=int, default=0, metavar="N", help="port (default: a free one)")
     add("--host", default="127.0.0.1", help="address to listen at (default: %(default)s)")
     _add_plan(command("plan", _plan, "compute memory, weight sync and predicted seconds of layouts, without GPUs"))
@@ -104,6 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _local_output(text: str) -> Path:
+    return require_local(text, "--output")
+
+
 def _add_train(train: _Parser) -> None:
     meaning = "a Python file with iteration(job, cfg), or the name of one of recipes/, such as grpo"
     train.add_argument("recipe", help=meaning)
@@ -126,7 +137,7 @@ def _add_eval(parser: _Parser) -> None:
     )
     add("--set", action="append", default=[], dest="sets", metavar="NAME=PATH", help=sets)
     add("--config", help="a YAML file, or the name of one of recipes/evaluation/ (default: that of the run)")
-    add("--output", type=Path, metavar="DIR", help="folder of the results (default: RUN/evaluation/ITERATION)")
+    add("--output", type=_local_output, metavar="DIR", help="folder of the results (default: RUN/evaluation/ITERATION)")
     add("--compare", nargs=2, type=Path, metavar=("A", "B"), help="folders of two evaluations")
     add("--json", action="store_true", help="print one JSON object")
 
@@ -230,8 +241,10 @@ def _eval(arguments: argparse.Namespace) -> None:
 
 def _status(arguments: argparse.Namespace) -> None:
     from verl_mg.monitor.status import show_status
+    from verl_mg.stores.records import run_folders
 
-    sys.exit(show_status(arguments.folder))
+    with run_folders([arguments.folder]) as (folder,):
+        sys.exit(show_status(folder))
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
@@ -251,9 +264,11 @@ def _doctor(arguments: argparse.Namespace) -> None:
 
 
 def _view(arguments: argparse.Namespace) -> None:
+    from verl_mg.stores.records import run_folders
     from verl_mg.view.server import view
 
-    view(arguments.folders, arguments.host, arguments.port)
+    with run_folders(arguments.folders) as folders:
+        view(folders, arguments.host, arguments.port)
 
 
 def _plan(arguments: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ class StoredRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @classmethod
-    def parse(cls, text: str | bytes, place: Path, remedy: str) -> Self:
+    def parse(cls, text: str | bytes, place: Path | str, remedy: str) -> Self:
         """Returns the record in a text; a UserError names the first wrong field at `place` and ends with `remedy`."""
         try:
             return cls.model_validate_json(text)

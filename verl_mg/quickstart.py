@@ -41,7 +41,7 @@ MADE = ("model.path", "data.train", "data.test", "job.output")
 
 
 def quickstart(
-    output: str, *, sft_overrides: Sequence[str] = (), grpo_overrides: Sequence[str] = (), model_seed: int = 0
+    output: str | Path, *, sft_overrides: Sequence[str] = (), grpo_overrides: Sequence[str] = (), model_seed: int = 0
 ) -> None:
     """Makes a model and sums, warms the model up with SFT, improves it with GRPO, and prints the accuracies."""
     started = time.monotonic()

@@ -84,6 +84,7 @@ def runner_of(model: Path, positions: int) -> RunAgents:
         timeout: float = 600.0,
         retries: int = 0,
         trained: Sequence[str] = (),
+        names: Sequence[str] = (),
         concurrency: int | None = None,
         host: str = "127.0.0.1",
         drive: Callable[[AgentEngine], list[Sample]] | None = None,
@@ -93,6 +94,7 @@ def runner_of(model: Path, positions: int) -> RunAgents:
 
         given: dict[str, Any] = {"agent_timeout_s": timeout, "agent_retries": retries, "agent_options": options}
         given |= {"agent_concurrency": concurrency, "agent_trained": list(trained), "agent_host": host}
+        given["agent_names"] = list(names)
         config = RolloutConfig(agent_failure_reward=-1.0, **given)
         engine = AgentEngine(logged, agent, config, renderer, parser, positions)
         sampling = Sampling(max_new_tokens=tokens, stop_token_ids=tuple(stops))

@@ -125,9 +125,10 @@ class Conversation:
 
     def __post_init__(self) -> None:
         self.history = ConversationHistory(self.renderer)
+        self.agents: list[str] = []  # of the entries of the log
 
-    def ask(self, messages: list[dict[str, Any]], tools: tuple[Any, ...] = ()) -> tuple[Call, Context]:
-        call = Call(tuple(messages), tools)
+    def ask(self, messages: list[dict[str, Any]], tools: tuple[Any, ...] = (), agent: str = "") -> tuple[Call, Context]:
+        call = Call(tuple(messages), tools, agent=agent)
         context = self.history.context(call)
         text = self.renderer.decode(context.tokens)
         for mark in ("<|im_start|>", "<|im_end|>"):
@@ -150,6 +151,7 @@ class Conversation:
         tokens = (*spelled, *(last if ends else ())) or last
         number = len(self.log)
         self.log.append((context.tokens, tokens if trained else ()))
+        self.agents.append(call.agent)
         scores, versions = (-0.5 - number,) * len(tokens), (number,) * len(tokens)
         # Each token has two candidates: itself, and the number of the reply.
         ids = torch.tensor([[token, number] for token in tokens], dtype=torch.int32)
@@ -172,6 +174,7 @@ class Conversation:
                     continue
                 positions = [i for i, v in enumerate(segment.policy_versions) if v == version]
                 context, generated = self.log[version]
+                assert self.agents[version] == segment.agent, "a segment has replies of one agent"
                 assert positions == list(range(positions[0], positions[0] + len(generated)))
                 assert segment.tokens[: positions[0]] == context
                 assert tuple(segment.tokens[i] for i in positions) == generated

@@ -36,6 +36,7 @@ class ScriptedBackend:
 
     def __init__(self, reply: Callable[[Call], Reply] = answer, delay: float = 0.0) -> None:
         self.reply, self.delay, self.memory = reply, delay, SessionMemory()
+        self.agents: tuple[str, ...] = ()
         self.calls: list[Call] = []
         self.replies: list[Reply] = []
 

@@ -1,6 +1,7 @@
 """Agents around real engines: recorded tokens, time limits, retries, aborts, limits, many sessions at once."""
 
 import asyncio
+import functools
 import json
 import re
 import sys
@@ -16,9 +17,11 @@ from tests.agents.agent_runs import ask, trained_runs
 from tests.agents.malformed_requests import check_malformed
 from tests.helpers.loop_clock import pass_time
 from verl_mg.agents.agent import Session
+from verl_mg.agents.command import run_command
 from verl_mg.agents.engine import AgentEngine
 from verl_mg.engines.engine import Request, Sample
 from verl_mg.engines.trajectory import NOT_GENERATED
+from verl_mg.errors import UserError
 from verl_mg.rewards.reward import Reward
 
 LIMIT = 600.0
@@ -196,6 +199,7 @@ def test_task_of_an_agent_that_ends_the_loop_ends_the_job(hf_engine, run_agents)
         (float("nan"), Reward(-1.0), "not a finite number"),
         ({"score": 1.0}, Reward(-1.0), "without 'reward'"),
         ("1.0", Reward(-1.0), "not a finite number"),
+        ({"reward": {"solver": 1.0}}, Reward(-1.0), "names the agent 'solver', but rollout.agent_names is empty"),
         ({"reward": 1.0} | {f"part {number}": 0.0 for number in range(101)}, Reward(-1.0), "more than 100 parts"),
         ({"reward": 1.0, "\udc80": 0.0}, Reward(-1.0), "one whose name cannot be printed"),
         (asyncio.CancelledError(), Reward(-1.0), "CancelledError"),
@@ -319,6 +323,80 @@ def test_replies_of_models_that_are_not_named_are_not_trained(hf_engine, run_age
     (sample,), engine = run_agents(hf_engine, agent, 1, trained=["white"])
     assert sample.trajectory is not None and [t.trained for t in sample.trajectory.turns] == [True, False, True]
     assert trained_runs([sample]) == [engine.log[0], engine.log[2]]
+
+
+async def debate(session: Session, sample: Any) -> Any:
+    """Two agents in one conversation, of which each takes the replies of the other as given."""
+    messages = list(session.messages)
+    for name in ("solver", "critic", "solver", "critic"):
+        reply = await ask(session, messages, model=session.agent(name).model, max_tokens=5)
+        messages += [reply, {"role": "user", "content": "and you"}]
+    return {"reward": {"solver": 1.0, "critic": {"reward": 0.5, "tone": 3.0}}, "turns": 4}
+
+
+DEBATE = """
+import json, os, urllib.request
+messages = json.load(open(os.environ["VERL_MG_SAMPLE"]))["messages"]
+for name in ("solver", "critic", "solver", "critic"):
+    body = json.dumps({"model": name, "messages": messages, "max_tokens": 5}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
+    reply = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
+    messages += [{"role": "assistant", "content": reply["content"]}, {"role": "user", "content": "and you"}]
+reward = {"reward": {"solver": 1.0, "critic": {"reward": 0.5, "tone": 3.0}}, "turns": 4}
+json.dump(reward, open(os.environ["VERL_MG_REWARD"], "w"))
+"""
+OF_DEBATE = {"solver": Reward(1.0, {"turns": 4.0}), "critic": Reward(0.5, {"turns": 4.0, "tone": 3.0})}
+
+
+@pytest.mark.parametrize("kind", ["function", "command"])
+def test_agents_with_names_have_separate_segments_and_rewards(hf_engine, run_agents, kind):
+    command = functools.partial(run_command, ["python3", "-c", DEBATE], timeout=LIMIT)
+    (sample,), engine = run_agents(
+        hf_engine, debate if kind == "function" else command, 1, names=["solver", "critic"], trained=[]
+    )
+    assert sample.trajectory is not None and sample.trajectory.error == ""
+    assert sample.trajectory.reward == Reward(0.75, agents=OF_DEBATE)
+    assert [turn.model for turn in sample.trajectory.turns] == ["solver", "critic"] * 2
+    segments = sample.trajectory.segments
+    assert [segment.agent for segment in segments] == ["solver", "critic"] and segments[1].prefix_of == 0
+    assert [turn.segment for turn in sample.trajectory.turns] == [0, 1, 0, 1]
+    assert trained_runs([sample]) == [engine.log[turn] for turn in (0, 2, 1, 3)]
+
+
+@pytest.mark.parametrize(
+    ("reward", "error"),
+    [
+        ({"solver": 1.0}, "it has a number for solver, but none for critic, which has trained turns. Return one for"),
+        ({"solver": 1.0, "critic": 1.0, "judge": 0.0}, "names the agent 'judge', but rollout.agent_names has solver,"),
+        ({"solver": 1.0, "critic": "good"}, "the agent returned 'good', which is not a finite number"),
+        ({"solver": 1.0, "critic": {"score": 1.0}}, "mapping without 'reward': {'score': 1.0}"),
+    ],
+)
+def test_reward_by_agent_that_is_not_of_the_agents_fails(hf_engine, run_agents, reward, error):
+    async def agent(session: Session, sample: Any) -> Any:
+        for name in ("solver", "critic"):
+            await ask(session, session.messages, model=name, max_tokens=2)
+        return {"reward": reward}
+
+    (sample,), _ = run_agents(hf_engine, agent, 1, names=["solver", "critic"])
+    assert sample.trajectory is not None and error in sample.trajectory.error
+    assert sample.trajectory.reward == Reward(-1.0)
+
+
+@pytest.mark.parametrize("names", [(), ("solver", "critic")])
+def test_agent_that_is_not_named_is_refused(hf_engine, run_agents, names):
+    async def agent(session: Session, sample: Any) -> Any:
+        if names:
+            with pytest.raises(
+                RuntimeError, match=r"404: model: 'judge' is not in rollout.agent_names \(solver, critic"
+            ):
+                await ask(session, session.messages, model="judge", max_tokens=2)
+        session.agent("judge")
+
+    message = "has solver, critic" if names else "is empty"
+    with pytest.raises(UserError, match=f"rollout.agent_names: it {message}, and the agent names 'judge'. Add this"):
+        run_agents(hf_engine, agent, 1, names=names)
 
 
 def test_request_after_the_agent_has_returned_is_refused(hf_engine, run_agents):

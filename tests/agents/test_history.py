@@ -59,11 +59,13 @@ def test_context_random_conversations_train_each_token_once(case, data):
     conversation = conversation_of(case)
     replies = REPLIES if case in RENDERERS else st.one_of(REPLIES, SPELLINGS)
     histories: list[list[dict[str, Any]]] = [[user("hello")]]
+    agents = st.sampled_from(data.draw(st.sampled_from([[""], [""], ["white", "black"]])))
     tools = data.draw(st.sampled_from([(TOOL,), (TOOL,), ()]))
     for _ in range(data.draw(st.integers(1, 8))):
         tools = data.draw(st.sampled_from([tools, tools, tools, tools, (), (TOOL,)]))
         messages = list(data.draw(st.sampled_from([*histories[:-4:-1], *histories])))
-        asked = [conversation.ask(messages, tools) for _ in range(data.draw(st.sampled_from([1, 1, 1, 2])))]
+        count = data.draw(st.sampled_from([1, 1, 1, 2]))
+        asked = [conversation.ask(messages, tools, data.draw(agents)) for _ in range(count)]
         for each in asked:  # requests at the same time
             ends, trained = (data.draw(st.sampled_from([True, True, False])) for _ in range(2))
             reply = conversation.answer(each, data.draw(replies), ends, trained)
@@ -164,6 +166,24 @@ def test_requests_for_the_same_reply_at_once_share_their_prompt():
     prefixes = [(s.prefix_of, s.prefix_length) for s in conversation.history.segments()]
     # The first letters of the replies are the same, but no request knew them.
     assert prefixes == [(None, 0), (0, length), (1, length)]
+
+
+def test_context_of_two_agents_continues_the_segment_of_each_without_the_reasoning_of_the_other():
+    conversation = Conversation(RENDERERS["keeping"], PARSERS["thinking"])
+    messages, prompts = [user("one")], []
+    for number in range(3):
+        for agent in ("white", "black"):
+            asked = conversation.ask(messages, agent=agent)
+            reply = conversation.answer(asked, f"<think>thought of {agent}</think> move {number}")
+            messages += [{"role": "assistant", "content": reply["content"]}, user("your move")]
+            prompts.append(asked[1])
+    conversation.check()
+    white, black = conversation.history.segments()
+    assert (white.agent, black.agent, black.prefix_of) == ("white", "black", 0)
+    assert black.prefix_length == len(prompts[0].tokens)
+    for segment, other in ((white, "black"), (black, "white")):
+        text = conversation.renderer.decode(segment.tokens)
+        assert text.count("thought") == 3 and other not in text and text.count("move 1") == 2
 
 
 def test_context_template_that_rewrites_the_prompt_itself_shares_what_is_in_front():

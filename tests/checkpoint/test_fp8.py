@@ -19,7 +19,7 @@ from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.checkpoint.quantized import dequantize
 from verl_mg.errors import UserError
 from verl_mg.models.hf_config import SINGLE, read_config
-from verl_mg.sharding.boxes import scale_grid, slices
+from verl_mg.sharding.boxes import Shard, scale_grid, slices
 from verl_mg.sharding.weight_table import weight_table
 
 BLOCK = (4, 4)
@@ -77,6 +77,22 @@ def test_checkpoint_reader_scales_of_tensor_and_rows_are_factors(tmp_path, scale
     assert torch.equal(read, (values.float() * factors)[slices(box)])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float8_e8m0fnu])
+def test_checkpoint_reader_mxfp8_equals_sglang(tmp_path, dtype):
+    """Nothing but the size of blocks in config.json says that bytes are exponents."""
+    file = "srt/layers/quantization/mxfp8_block_convert.py"
+    names = ("_ue8m0_to_fp32", "dequant_mxfp8_2d_to_bf16")
+    sglang = installed_functions("sglang", file, *names, torch=torch, MXFP8_BLOCK_SIZE=32)
+    values, scales = torch.randn(300, 96).to(torch.float8_e4m3fn), torch.randint(60, 200, (300, 3), dtype=torch.uint8)
+    save_file({"a.weight": values, "a.weight_scale_inv": scales.view(dtype)}, tmp_path / SINGLE)
+    config, box = tmp_path / "config.json", ((2, 299), (40, 90))
+    config.write_text(json.dumps({"quantization_config": {"quant_method": "mxfp8", "weight_block_size": [1, 32]}}))
+    directory = ModelDirectory.find(tmp_path)
+    directory.check({"a.weight": Shard((300, 96), ())})
+    read = CheckpointReader(directory).read("a.weight", box)
+    assert torch.equal(read.bfloat16(), sglang["dequant_mxfp8_2d_to_bf16"](values, scales)[slices(box)])
+
+
 def with_value(value):
     def change(scales):
         scales[0, 0] = value
@@ -98,6 +114,8 @@ def test_model_directory_damaged_scales_are_named_with_file_and_tensor(model, tm
         damaged(lambda scales: scales[1:]).check(whole)
     with pytest.raises(UserError, match=rf"{SINGLE}: the scales .* of '{name}' cannot be used \(they are I32\)"):
         damaged(lambda scales: scales.int()).check(whole)
+    with pytest.raises(UserError, match=rf"{SINGLE}: the scales .* of '{name}' cannot be used \(they are U8\)"):
+        damaged(lambda scales: scales.to(torch.uint8)).check(whole)  # exponents in MXFP8 only
     for value in (torch.nan, torch.inf, -1.0):
         directory = damaged(with_value(value))
         directory.check(whole)

@@ -281,6 +281,8 @@ def test_load_is_counted(engine):
     load = count_metrics([engine.take_counts()])
     assert 0 < load["time/engine_running"] <= 6 and load["time/engine_waiting"] >= 0
     assert 0 < load["time/engine_cache_usage"] < 1
+    # Room for `max_running` requests of `max_positions` tokens, and a few blocks that are vLLM's own.
+    assert 16 * 256 <= engine.num_cache_tokens() <= 16 * 256 + 512
 
 
 @of_processes

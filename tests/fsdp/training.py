@@ -30,7 +30,12 @@ def train(
 ) -> Trained:
     """Every rank is given all rows."""
     groups = MeshGroups(Placement.on(Layout.parse(layout), dist.get_world_size()), replicas)
-    runner = FsdpRunner(ModelSpec(model, dtype, recompute=recompute, fsdp=options or FsdpConfig()), groups)
+    replays = "routed_experts" in rows
+    spec = ModelSpec(model, dtype, recompute=recompute, replays_routing=replays, fsdp=options or FsdpConfig())
+    runner = FsdpRunner(spec, groups)
+    rows = rows.select_columns(rows.names())
+    if replays:  # as ranks get them: for layers with experts only
+        rows["routed_experts"] = rows["routed_experts"][:, sorted(runner.table.config.experts.layers)]
     at = groups.coordinates
     own = list(range(at.dp, len(rows), groups.layout.dp))
     last = at.dp == groups.layout.dp - 1 > 0

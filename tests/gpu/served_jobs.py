@@ -96,7 +96,18 @@ def through_integers(weight: Tensor) -> Tensor:
     return ((groups / scales).clamp(-8, 7).round().float() * scales.float()).flatten(1)
 
 
-QUANTIZED: dict[str, Values] = {"fp8_block": through_blocks, "fp8_channel": through_channels, "int4": through_integers}
+def through_powers_of_two(weight: Tensor) -> Tensor:
+    blocks = weight.float().unflatten(1, (-1, 32))
+    scales = (blocks.abs().amax(-1, keepdim=True) / FP8_LARGEST).log2().ceil().exp2()
+    return ((blocks / scales).to(torch.float8_e4m3fn).float() * scales).flatten(1)
+
+
+QUANTIZED: dict[str, Values] = {
+    "fp8_block": through_blocks,
+    "fp8_channel": through_channels,
+    "mxfp8": through_powers_of_two,
+    "int4": through_integers,
+}
 """Forms of weights in quantized engines, by `rollout.wire`."""
 
 

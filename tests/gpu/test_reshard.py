@@ -1,9 +1,11 @@
 """Weights moved between layouts by messages between devices, against the cut of the whole model."""
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.helpers.random_models import config
+from tests.reshard.encoded_moves import as_mxfp8, every_bfloat16
 from tests.reshard.moves import CASES, RANKS, cast, move, move_all
 from verl_mg.layout import Layout, Placement
 from verl_mg.reshard.schedule import BUCKET_BYTES
@@ -50,3 +52,34 @@ def test_reshard_on_devices_is_bitwise_equal(ranks, family, node, bucket_bytes):
 def test_reshard_on_devices_casts_before_sending_except_float32_router_bias(ranks):
     for full, half, same, exact in ranks.run(RANKS, cast):
         assert full == 2 * half and same and exact
+
+
+def same_bits(found: tuple[torch.Tensor, torch.Tensor], wanted: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    pairs = zip(found, wanted, strict=True)
+    return all(torch.equal(one.cpu().view(torch.uint8), other.cpu().view(torch.uint8)) for one, other in pairs)
+
+
+def quantizable() -> torch.Tensor:
+    """Without blocks below the smallest scale, which kernels for GPUs make 0 or give the next larger one."""
+    largest = every_bfloat16().abs().amax(1)
+    return every_bfloat16()[(largest == 0) | (largest > 448 * 2.0**-127)].cuda()
+
+
+@pytest.mark.needs(gpu=True)
+def test_mxfp8_on_a_device_has_the_bits_of_the_cpu():
+    assert same_bits(as_mxfp8(every_bfloat16().cuda()), as_mxfp8(every_bfloat16()))
+
+
+@pytest.mark.needs(gpu=True, sglang=True)
+def test_mxfp8_on_a_device_equals_the_quantizer_of_sglang():
+    pytest.importorskip("triton_kernels", reason="SGLang's quantizer needs triton_kernels")
+    from sglang.srt.layers.quantization.fp8_utils import mxfp8_group_quantize
+
+    assert same_bits(as_mxfp8(quantizable()), mxfp8_group_quantize(quantizable()))
+
+
+@pytest.mark.needs(blackwell=True)
+def test_mxfp8_on_a_device_equals_the_quantizer_of_flashinfer():
+    flashinfer = pytest.importorskip("flashinfer")
+    values, scales = flashinfer.mxfp8_quantize(quantizable(), is_sf_swizzled_layout=False)
+    assert same_bits(as_mxfp8(quantizable()), (values, scales.view(len(values), -1)))

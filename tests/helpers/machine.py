@@ -68,14 +68,17 @@ class Machine:
         te: bool = False,
         sglang: bool = False,
         vllm: bool = False,
+        blackwell: bool = False,
         why: str = "",
     ) -> str | None:
         """Why a test with these needs cannot run here, in one line; None where it can.
 
         `torch` is a version that GPUs need and ranks of the CPU do not, and `why` says what an older one has not.
         """
-        if (gpu or te) and not self.gpus:
+        if (gpu or te or blackwell) and not self.gpus:
             return "there is no GPU"
+        if blackwell and not device.is_blackwell():
+            return "the GPU is older than Blackwell"
         if ranks > self.ranks:
             return f"{ranks} ranks: {self._why_no_more}"
         if self.gpus and torch and Version(_torch_version()) < Version(torch):

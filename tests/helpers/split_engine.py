@@ -11,7 +11,10 @@ from verl_mg.rewards import Reward
 
 
 class SplittingEngine(EngineWrapper):
-    """Cuts each response at random; a segment repeats everything before its part, which it alone trains."""
+    """Cuts each response at random; a segment repeats everything before its part, which it alone trains.
+
+    The segments are of the agents in turn.
+    """
 
     def __init__(
         self,
@@ -19,8 +22,10 @@ class SplittingEngine(EngineWrapper):
         decode: Callable[[Iterable[int]], str],
         max_segments: int = 4,
         reward: Callable[[Sample], Reward | None] = lambda sample: None,
+        agents: Sequence[str] = ("",),
     ) -> None:
         super().__init__(inner)
+        self._agents = agents
         self._decode, self._max_segments, self._reward = decode, max_segments, reward
         self._prompts: dict[int, tuple[int, ...]] = {}
 
@@ -38,10 +43,20 @@ class SplittingEngine(EngineWrapper):
         inner_cuts = draw.sample(range(1, len(sample.tokens)), min(len(sample.tokens), self._max_segments) - 1)
         cuts = [0, *sorted(inner_cuts[: draw.randrange(self._max_segments)]), len(sample.tokens)]
         reply = {"role": "assistant", "content": self._decode(sample.tokens)}
-        lengths = len(prompt), len(sample.tokens)
-        turn = ConversationTurn(len(cuts) - 2, "policy", True, 0.0, 0.5, (), reply, *lengths, "stop")
-        segments = tuple(_segment(number, prompt, sample, cuts) for number in range(len(cuts) - 1))
-        trajectory = Trajectory(segments, (turn,), self._reward(sample), log=f"log of {sample.id}")
+        segments = tuple(
+            replace(_segment(number, prompt, sample, cuts), agent=self._agents[number % len(self._agents)])
+            for number in range(len(cuts) - 1)
+        )
+        turns = [(len(cuts) - 2, len(prompt), len(sample.tokens))]
+        if len(self._agents) > 1:  # a turn of each, so that each has a last one
+            turns = [
+                (number, len(prompt) + cuts[number], cuts[number + 1] - cuts[number]) for number in range(len(cuts) - 1)
+            ]
+        spoken = tuple(
+            ConversationTurn(number, "policy", True, 0.0, 0.5, (), reply, *lengths, "stop")
+            for number, *lengths in turns
+        )
+        trajectory = Trajectory(segments, spoken, self._reward(sample), log=f"log of {sample.id}")
         return Sample(sample.id, (), (), (), "stop", trajectory=trajectory)
 
 

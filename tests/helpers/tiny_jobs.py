@@ -11,8 +11,8 @@ from tests.helpers.rank_pool import job_store
 from verl_mg.config import Config, load_config
 from verl_mg.distributed.world import World
 from verl_mg.job.recipe import Recipe, load_recipe
-from verl_mg.run.checkpointer import SUMS
 from verl_mg.run.loop import FULL_RUN, RunMode, train
+from verl_mg.stores.folders import SUMS
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 DIGITS = "def digits(sample): return sum(c.isdigit() for c in sample.response)\n"

@@ -48,7 +48,9 @@ VARIANTS = {
                      "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.7,
                                       "original_max_position_embeddings": 16},
                      "fields": {"n_group": 4, "topk_group": 2}},
-    "glm_moe_dsa": {"shared_experts": 1, "dense_layers": 1, "experts": 8, "q_rank": 12},
+    # Every second layer shares the selection of the one before it.
+    "glm_moe_dsa": {"shared_experts": 1, "dense_layers": 1, "experts": 8, "q_rank": 12,
+                    "fields": {"index_topk_freq": 2, "index_skip_topk_offset": 1}},
     "minimax_m2": {"head_dim": 12, "experts": 8, "fields": {"rotary_dim": 8}},
     "gemma2": {"tie_embeddings": True, "head_dim": 12, "fields": {"sliding_window": 5, "attn_logit_softcapping": 0.5,
                                                                "final_logit_softcapping": 3.0}},

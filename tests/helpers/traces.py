@@ -123,8 +123,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", GLM | {"attention_bias": True, "use_qk_norm": True}),
     "glm4_moe_lite": ("glm4_moe_lite", FLASH),
     "deepseek_v32": ("deepseek_v32", V3 | SPARSE),
-    # SGLang has its plain rotary embedding on GPUs only.
-    "glm_moe_dsa": ("glm_moe_dsa", V3 | SPARSE | {"n_group": 1, "indexer_rope_interleave": True}),
+    # SGLang has its plain rotary embedding on GPUs only. A layer that shares the selection of the one before it.
+    "glm_moe_dsa": (
+        "glm_moe_dsa",
+        V3
+        | SPARSE
+        | {"n_group": 1, "indexer_rope_interleave": True}
+        | {"indexer_types": ["full", "full", "shared", "full"]},
+    ),
     "minimax_m2": ("minimax_m2", MINIMAX),
     "uneven": ("llama", {"vocab_size": 200, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}),
     "qwen3_next": ("qwen3_next", LINEAR | EXPERTS | {"num_experts": 8}),

@@ -45,6 +45,7 @@ WITHOUT_MODEL = [
     ({"num_ranks": 2}, {}, "rollout.num_ranks=2: none of the job's 2 ranks is left to train. Start at least 3."),
     ({"num_ranks": 1, "engine": "hf"}, {}, "rollout.num_ranks=1: the engine hf works on the ranks of the actor."),
     ({"engine": "hf"}, {"actor": {"offload": True}}, "actor.offload=true: the engine hf works on the actor's own mem"),
+    ({"engine": "hf", "max_running_requests": "auto"}, {}, "rollout.max_running_requests=auto: the engine hf has no"),
     ({"mode": "one_step_off"}, {}, "rollout.mode=one_step_off: only engines on separate ranks generate while training"),
     ({"mode": "async", "weight_transfer": "disk", **URLS}, {}, "rollout.mode=async: servers read a folder only betw"),
     ({"mode": "async", "num_ranks": 1, "extra_prompts": 1}, {}, "rollout.mode=async: engines never wait for the last"),
@@ -94,6 +95,9 @@ WITHOUT_MODEL = [
     ({"top_p": 0.9}, CENTRED, "algorithm.off_policy.score_centering: the distribution that samples are drawn from is"),
     ({"agent": "a:run", "tools": ["t:f"]}, {}, "rollout.tools: agents call tools themselves. Leave it out, or leave"),
     ({"agent": "a:run", "partial_rollout": True}, {}, "rollout.partial_rollout=true: an agent that was stopped cannot"),
+    ({"agent": "a:run", "agent_names": ["b", "b"]}, {}, "rollout.agent_names: it has a name twice. Leave one out."),
+    ({"agent": "a:run", "agent_names": ["b", "c d"]}, {}, "rollout.agent_names: ['b', 'c d'] has a name with other"),
+    ({"agent": "a:run", "agent_names": ["b"], "agent_trained": ["c"]}, {}, "rollout.agent_trained=['c']: these are ag"),
 ]  # fmt: skip
 """Keys of `rollout`, what else there is, and how the error begins."""
 WITH_MODEL = [
@@ -127,6 +131,9 @@ OF_ENGINES = [
     *(("sglang", "gpu", EXPERTS, "tp1", {name: "deep_gemm"}, BF16 | {"wire": "fp8_block", "blackwell": True},
        f"rollout.sglang.{name}=deep_gemm: on Blackwell it keeps scales of rollout.wire=fp8_block in a form into which")
       for name in ("moe_runner_backend", "fp8_gemm_runner_backend")),
+    ("sglang", "gpu", {}, "tp1", {}, BF16 | {"wire": "mxfp8"}, "rollout.wire=mxfp8: SGLang has MXFP8 on Blackwell and"),
+    ("sglang", "gpu", {}, "tp1", {"fp8_gemm_runner_backend": "flashinfer_trtllm"}, BF16 | {"wire": "mxfp8", "blackwell":
+     True}, "rollout.wire=mxfp8: rollout.sglang.fp8_gemm_runner_backend=flashinfer_trtllm does not read weights in"),
     ("vllm", "gpu", {}, "tp1", {"attention_backend": "FLASH_ATTN"}, "rollout.vllm.attention_backend=FLASH_ATTN: it"),
     *(("vllm", "gpu", sizes, "tp1", {}, "rollout.engine=vllm: on GPUs its engines in float32, the dtype of the actor,")
       for sizes in (LATENT, LINEAR)),
@@ -210,7 +217,7 @@ def check(sizes=(), dtype="bfloat16", lora=None, **rollout):
     check_engines(config_of(rollout, lora, model={"dtype": dtype}), table_of(sizes), 2)
 
 
-def test_check_engines_possible_configurations_are_accepted(on_gpus):
+def test_check_engines_possible_configurations_are_accepted(on_gpus, monkeypatch):
     check(layout="tp2", wire="fp8_block", delta=True, sleep=False)
     check({"intermediate_size": 320}, layout="tp2", wire="fp8_channel")
     check(layout="tp2", wire="int4")
@@ -220,6 +227,8 @@ def test_check_engines_possible_configurations_are_accepted(on_gpus):
     check(EXPERTS, dtype="float32", engine="hf")
     check({"head_dim": 256}, dtype="float32", engine="vllm")
     check(adapters=True, lora={"targets": ["q_proj"]}, num_ranks=1, mode="one_step_off")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    check({"intermediate_size": 320}, layout="tp2", wire="mxfp8", delta=True, sleep=False)
 
 
 @pytest.mark.parametrize(
@@ -228,9 +237,12 @@ def test_check_engines_possible_configurations_are_accepted(on_gpus):
         ({"layout": "tp2", "wire": "fp8_block"}, 320, r"gate_up_proj.weight: the box .* whole blocks of \(128"),
         ({"layout": "tp2", "wire": "int4"}, 640, r"down_proj.weight: the box .* whole blocks of \(1, 128\)"),
         ({"layout": "tp1", "wire": "int4"}, 544, "down_proj.weight: a rank of the engine has 256 x 544 of it"),
+        ({"layout": "tp2", "wire": "mxfp8"}, 544, r"down_proj.weight: the box .* whole blocks of \(1, 32\)"),
+        ({"layout": "tp1", "wire": "mxfp8"}, 528, "rank of the engine has .* x 528 .*mxfp8 needs .* of 32 x 32"),
     ],
 )
-def test_check_engines_parts_of_quantized_blocks_are_refused(on_gpus, rollout, ffn, message):
+def test_check_engines_parts_of_quantized_blocks_are_refused(on_gpus, monkeypatch, rollout, ffn, message):
+    monkeypatch.setattr(device, "is_blackwell", lambda: rollout["wire"] == "mxfp8")
     with pytest.raises(UserError, match=message):
         check({"intermediate_size": ffn}, **rollout)
 
@@ -261,7 +273,7 @@ class WithPenalty(RecipeConfig):
 
 
 AGENT_OPTIONS = ("options={c: 1}", "timeout_s=9", "concurrency=2", "retries=2", "failure_reward=-1", "trained=[a]")
-AGENT_OPTIONS += ("host=h",)
+AGENT_OPTIONS += ("names=[a]", "host=h")
 EVALUATION = ("every=3", "prompts=2", "samples=4", "temperature=1", "top_p=0.5", "max_new_tokens=9", "stop=[a]")
 EVALUATION += ("k=[2]", "pass_threshold=0.5")
 CURRICULUM = ("revisit=1", "pass_threshold=0.7", "decay=0.7")

@@ -16,7 +16,7 @@ from verl_mg.config import load_config
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.models.hf_config import read_config
-from verl_mg.run.loop import MODEL
+from verl_mg.stores.records import MODEL
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 ROWS = 6

@@ -27,8 +27,10 @@ MODELS: dict[str, dict[str, Any]] = {
     # As Moonlight: one group of experts, queries without a low rank.
     "latent without query rank": LATENT_SIZES
     | {"architecture": "deepseek_v3", "shared_experts": 2, "dense_layers": 1, "experts": 8},
-    # Selected keys, which every rank needs of all tokens.
-    "sparse": LATENT_SIZES | {"architecture": "glm_moe_dsa", **VARIANTS["glm_moe_dsa"], "q_rank": 16, "experts": 4},
+    # Selected keys, which every rank needs of all tokens, and which later layers share, on any pipeline stage.
+    "sparse": LATENT_SIZES
+    | {"architecture": "glm_moe_dsa", **VARIANTS["glm_moe_dsa"], "q_rank": 16, "experts": 4}
+    | {"fields": {"indexer_types": ["full", "full", "shared", "shared", "shared"]}},
     # Biases and norms of queries and keys, of which a half is rotated, beside a sigmoid router and shared experts.
     "partly rotated": {"architecture": "glm4_moe", **FEW_HEADS, "ffn": 48, **VARIANTS["glm4_moe"]},
     # Attention sinks, biases and windows; experts in stacked tensors.

@@ -30,7 +30,7 @@ NIGHTLY_SPLITS = [
     ("sinks", "pp4", (2, 1, 1, 1), False),
     ("linear", "pp2-vpp2", (1, 2, 1, 1), False),
     ("linear mixture", "tp2-pp2-ep2-etp1", (4, 1), True),
-    ("sparse", "pp2", (1, 4), False),
+    ("sparse", "pp4", (2, 2, 1, 0), False),
     ("joint norms", "tp2-pp2", (1, 4), False),
     ("capped", "pp4", (2, 1, 2, 0), True),
 ]

@@ -1,13 +1,12 @@
 """Routing replay against a mixture of experts in plain torch with given experts."""
 
-import copy
 import json
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.helpers.given_experts import with_experts
+from tests.helpers.given_experts import net_with_choices, with_experts
 from tests.helpers.tiny_models import LATENT, daily_of, nightly, oracle, rows_for, tiny_model
 from tests.megatron.training import assert_equal, one_rank, train, train_in_plain_torch
 from verl_mg.config import MegatronConfig
@@ -130,25 +129,6 @@ def test_plain_torch_mixture_equals_transformers(model):
         assert torch.allclose(found, oracle(model)(tokens).logits, atol=1e-5)
 
 
-class ForcedChoices:
-    """Put behind a router of DeepSeek in `transformers`: another choice of experts, with the weights they then have."""
-
-    def __init__(self, given):
-        self.given, self.at = given, 0
-
-    def __call__(self, gate, _, output):
-        logits, _, own = output
-        given, self.at = self.given[self.at :][: len(own)], (self.at + len(own)) % len(self.given)
-        taken = torch.where((given >= 0).all(1, keepdim=True), given.long(), own)
-        if not hasattr(gate, "routed_scaling_factor"):  # gpt-oss
-            return logits, logits.gather(1, taken).softmax(-1), taken
-        biased = hasattr(gate, "e_score_correction_bias")
-        weights = (logits.sigmoid() if biased else logits.softmax(-1)).gather(1, taken)
-        if biased and gate.norm_topk_prob:
-            weights = weights / weights.sum(1, keepdim=True)
-        return logits, weights * gate.routed_scaling_factor, taken
-
-
 @pytest.mark.parametrize(("layout", "count"), [*nightly(("tp1", 1)), ("tp2-pp2-ep2-etp1", 4), ("cp2-ep2", 2)])
 @pytest.mark.parametrize("family", daily_of([*LATENT, "gpt_oss"], "deepseek_v3"))
 def test_train_family_with_routed_experts_equals_plain_torch(ranks, families, tmp_path, family, layout, count):
@@ -156,12 +136,7 @@ def test_train_family_with_routed_experts_equals_plain_torch(ranks, families, tm
     batch, generator, of = rows(model), torch.Generator().manual_seed(1), read_config(model).experts.count
     given = torch.rand(batch.total_tokens, 2, of, generator=generator).topk(TOP_K).indices
     given[torch.rand(len(given), generator=generator) < 0.3] = -1
-    net = copy.deepcopy(oracle(model))
-    for number, layer in enumerate(net.model.layers):
-        router = getattr(layer.mlp, "gate", getattr(layer.mlp, "router", None))
-        if router is not None:
-            router.register_forward_hook(ForcedChoices(given[:, number]))
-    expected = train_in_plain_torch(net, batch, tmp_path / "expected")
+    expected = train_in_plain_torch(net_with_choices(model, given), batch, tmp_path / "expected")
     free = one_rank(ranks.run(1, train, model, "tp1", batch)[0])
     batch["routed_experts"] = given.to(torch.int16)
     assert_equal(ranks.run(count, train, model, layout, batch), expected, 2e-5)

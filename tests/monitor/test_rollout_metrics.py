@@ -120,11 +120,13 @@ def rows_of_trajectories() -> Batch:
     batch["reward"] = numbers.float().sin()
     batch["truncated"] = (torch.arange(ROWS) == 1) | (torch.arange(ROWS) == 3)
     batch["reward.form"] = torch.where(numbers % 2 == 0, numbers.float(), torch.nan)
+    batch["agent"] = (numbers == 2).long()
     return batch
 
 
 def metrics_of_trajectories(shares: list[list[int]]) -> dict[str, float]:
-    return rollout_metrics([rows_of_trajectories().select(shares[dist.get_rank()])], VERSION)
+    batches = [rows_of_trajectories().select(shares[dist.get_rank()])]
+    return rollout_metrics(batches, VERSION, ("solver", "critic", "absent"))
 
 
 @pytest.mark.parametrize("shares", [[[*range(ROWS)]], [[10, 3, 9], [2, 0, 1, 4, 5, 8, 7, 6]]])
@@ -141,3 +143,7 @@ def test_rollout_metrics_of_trajectories_count_each_once(ranks, shares):
         assert found["reward/mean"] == pytest.approx(fmean(rewards), rel=1e-6)
         assert found["reward/std"] == pytest.approx(math.sqrt(fmean((r - fmean(rewards)) ** 2 for r in rewards)))
         assert found["reward/form"] == pytest.approx(2.0)
+        of_solver = fmean(reward for number, reward in enumerate(rewards) if number != 2)
+        assert found["reward/agent/solver"] == pytest.approx(of_solver, rel=1e-6)
+        assert found["reward/agent/critic"] == pytest.approx(rewards[2], rel=1e-6)
+        assert "reward/agent/absent" not in found

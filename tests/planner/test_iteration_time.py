@@ -217,13 +217,13 @@ def test_weight_sync_equal_shards_move_nothing():
 
 
 def test_sync_of_quantized_engines_halves_the_bytes_of_layers_and_memory():
-    """Values of 1 byte instead of 2 and a float32 scale for each block or row; embedding and output stay bf16."""
+    """Values of 1 byte instead of 2 and their scales; embedding and output stay bf16."""
     layouts = Layout.parse("tp4-pp2").fit(8), EngineLayout.parse("tp4")
-    wires = ("cast", "fp8_block", "fp8_channel", "int4")
-    plain, blocks, rows, int4 = (published("qwen2_5_7b", 8, wire=wire) for wire in wires)
-    every = (sum(weight_sync(inputs, *layouts).received) for inputs in (plain, blocks, rows, int4))
-    full, in_blocks, in_rows, in_int4 = every
-    assert 0.25 * full < in_int4 < 0.45 * full < 0.5 * full < in_blocks < in_rows < 0.65 * full
+    wires = ("cast", "fp8_block", "fp8_channel", "mxfp8", "int4")
+    plain, blocks, rows, powers, int4 = (published("qwen2_5_7b", 8, wire=wire) for wire in wires)
+    every = (sum(weight_sync(inputs, *layouts).received) for inputs in (plain, blocks, rows, powers, int4))
+    full, in_blocks, in_rows, in_powers, in_int4 = every
+    assert 0.25 * full < in_int4 < 0.45 * full < 0.5 * full < in_blocks < in_rows < in_powers < 0.65 * full
     (most,), (less,), (least,) = (rollout_memory(inputs, layouts[1]).weights for inputs in (plain, blocks, int4))
     assert 0.25 * most < least < 0.45 * most < 0.5 * most < less < 0.65 * most
     assert sum(weight_sync(blocks, *layouts).lower_bound) == in_blocks
@@ -232,8 +232,9 @@ def test_sync_of_quantized_engines_halves_the_bytes_of_layers_and_memory():
 def test_engine_layout_or_model_without_such_weights_is_refused():
     with pytest.raises(UserError, match="whole blocks"):
         check_engine(tiny(DENSE, wire="fp8_block"), EngineLayout(tp=2))
-    with pytest.raises(UserError, match="rollout.wire=int4: .* experts .* qwen3_moe has them"):
-        check_engine(tiny(MIXTURE, wire="int4"), EngineLayout(tp=2))
+    for wire in ("mxfp8", "int4"):
+        with pytest.raises(UserError, match=f"rollout.wire={wire}: .* experts .* qwen3_moe has them"):
+            check_engine(tiny(MIXTURE, wire=wire), EngineLayout(tp=2))
 
 
 SPREADS = st.builds(

@@ -1,6 +1,7 @@
 """Whole jobs whose samples are made by agents."""
 
 import json
+import statistics
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -9,10 +10,14 @@ import pytest
 from tests.helpers.engines import SGLANG, VLLM
 from tests.helpers.engines import overrides as of_engine
 from tests.helpers.tiny_jobs import logged
+from tests.helpers.traces import needs_sglang
 from tests.recipes.tiny_runs import tiny_run
 from tools.bench import wide_repeat_digit
+from verl_mg.engines.trajectory import MAX_SEGMENTS
 
 AGENT = Path(__file__).parent / "agents" / "two_questions.py"
+SIGNALS = AGENT.with_name("signals.py")
+SEPARATE = [*of_engine("sglang"), "rollout.num_ranks=1", "actor.layout=tp1"]
 SETTINGS = [
     f"rollout.agent={AGENT}:run",
     "data.test=null",
@@ -68,6 +73,62 @@ def test_samples_of_agents_without_a_request_count_and_train_nothing(ranks, task
     assert line["actor/grad_norm"] > 0
     errors = [json.loads(row["conversation"])["error"] for row in silent]
     assert sorted(errors) == [""] * 4 + ["ConnectionError: the environment did not start"] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("grpo", ["data.test={path}/data/test.jsonl", "evaluation.prompts=2", "evaluation.every=1"]),
+        pytest.param(
+            "dapo",
+            ["algorithm.dynamic_sampling=streaming", "rollout.mode=async", *SEPARATE],
+            marks=[needs_sglang, pytest.mark.nightly],
+        ),
+        *(
+            pytest.param(name, overrides, marks=pytest.mark.nightly)
+            for name, overrides in [
+                ("dapo", ["algorithm.max_sampling_rounds=3"]),
+                ("dapo", ["algorithm.max_sampling_rounds=3", "algorithm.dynamic_sampling=streaming"]),
+                ("grpo", ["rollout.agent_command={command}"]),
+                ("grpo", ["rollout.agent_trained=[guesser]"]),
+                *((name, ["algorithm.critic_warmup=0"]) for name in ("pf_ppo", "ppo")),
+                *((name, []) for name in ("prime", "remax", "rloo", "opo")),
+            ]
+        ),
+    ],
+)
+def test_jobs_of_agents_with_names_compare_each_with_itself(ranks, tasks, tmp_path, name, overrides):
+    command = "python3 signals.py" if any("command" in override for override in overrides) else ""
+    agent = [f"rollout.agent_options={{folder: {SIGNALS.parent}}}"] if command else [f"rollout.agent={SIGNALS}:run"]
+    given = [override.format(path=tasks(0), command=command) for override in overrides]
+    settings = [*SETTINGS[1:], *agent, "rollout.agent_names=[caller, guesser]", "job.iterations=1", *given]
+    lines = tiny_run(ranks, name, tasks(0), tmp_path / "run", settings)
+    only_guesser = "rollout.agent_trained=[guesser]" in overrides
+    for line in (line for line in lines if line["step"]):
+        assert line["actor/grad_norm"] > 0
+        rows = [row for row in recorded(tmp_path / "run", line["step"]) if name != "grpo" or row.get("advantages")]
+        rewards = {(row["sample_id"] // MAX_SEGMENTS, row["agent"]): row["reward"] for row in rows}
+        assert {agent for _, agent in rewards} == ({1} if only_guesser else {0, 1})
+        if name != "grpo":
+            continue
+        # All of an iteration is trained: 16 episodes, of which each agent has a part.
+        assert len(rewards) == len(rows) == 16 * (1 if only_guesser else 2)
+        conversations = [json.loads(row["conversation"]) for row in rows if row["conversation"]]
+        assert len(conversations) == 16 and all(len(each["turns"]) == 2 for each in conversations)
+        for row in rows:
+            place = row["sample_id"] // MAX_SEGMENTS // 4
+            group = [rewards[key] for key in rewards if key[0] // 4 == place and key[1] == row["agent"]]
+            expected = (row["reward"] - statistics.fmean(group)) / (statistics.stdev(group) + 1e-6)
+            found = {value for value, is_trained in zip(row["advantages"], row["loss_mask"], strict=True) if is_trained}
+            assert sorted(found) == pytest.approx([expected], abs=1e-4)
+        for number, agent in enumerate(("caller", "guesser")):
+            of_agent = [reward for (_, other), reward in rewards.items() if other == number]
+            if of_agent:
+                assert line[f"reward/agent/{agent}"] == pytest.approx(statistics.fmean(of_agent), abs=1e-6)
+    if "evaluation.every=1" in overrides:
+        caller, guesser = (lines[-1][f"eval/reward/agent/{agent}"] for agent in ("caller", "guesser"))
+        assert 0 <= caller <= 1 and -5 <= guesser <= 5
+        assert lines[-1]["eval/reward"] == pytest.approx((caller + guesser) / 2)
 
 
 @pytest.mark.nightly

@@ -9,7 +9,7 @@ from tests.helpers.tiny_models import daily_of
 from tests.recipes.tiny_runs import comparable, tiny_run
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.recipes.tasks.repeat_digit import DIGITS, LENGTH
-from verl_mg.run.loop import MODEL
+from verl_mg.stores.records import MODEL
 
 RANKS = 4
 COMMON = [

@@ -15,7 +15,7 @@ from tests.helpers.json_server import JsonRequest, JsonResponse, serving
 from tests.recipes.tiny_runs import TEACHER_OF, Goal, comparable, tiny_run
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.recipes.tasks.repeat_digit import DIGITS, LENGTH
-from verl_mg.run.loop import MODEL
+from verl_mg.stores.records import MODEL
 
 FIRST = ["job.iterations=1", "job.save=false", "algorithm.prompts_per_iteration=9", "algorithm.group_size=2"]
 LEARNED = Goal("reward/mean", (-1.0, -0.75), 0.1, 0.4)

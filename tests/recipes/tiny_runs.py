@@ -14,7 +14,7 @@ from tests.helpers.tiny_jobs import RECIPES, Metrics, logged, run_here
 from verl_mg.config import load_config
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
-from verl_mg.run.loop import MODEL
+from verl_mg.stores.records import MODEL
 
 LETTERS = RECIPES / "configs" / "repeat_digit"
 TEACHER_OF = {"distillation": "sft", "gkd": "sft"}

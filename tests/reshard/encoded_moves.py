@@ -15,7 +15,7 @@ from tests.reshard.moves import hold, shard_map_of
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard import execute, plan, schedule
 from verl_mg.reshard.encode import EncodedPart, Encoder, encoded_maps, quantized_tensors
-from verl_mg.reshard.encoding import FP8, Encoding, Int4
+from verl_mg.reshard.encoding import FP8, MXFP8, Encoding, Int4, add_largest, encode_box
 from verl_mg.sharding.boxes import Box, Piece, Shard, box_shape, full_box
 from verl_mg.sharding.weight_table import weight_table
 
@@ -41,6 +41,12 @@ CASES: list[tuple[HFConfig, str, str, int]] = [
 SGLANG, VLLM = FP8(rows=BLOCK, columns=BLOCK), FP8(rows=BLOCK, columns=BLOCK, by_reciprocal=True)
 CHANNELS = FP8(scale_suffix="_scale", rows=1, columns=None, smallest=0.0, by_reciprocal=True)
 INT4 = Int4(columns=8)
+MICROSCALED = MXFP8(columns=BLOCK)
+MICROSCALING = {
+    "sglang": "kernels/ops/quantization/mxfp8_amd_gfx95.py",
+    "vllm": "model_executor/layers/quantization/utils/mxfp8_utils.py",
+}
+"""Files of the engines with their quantizers of MXFP8."""
 Quantizer = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
@@ -67,6 +73,39 @@ def sglang_channels(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = weight.float().abs().amax(1, keepdim=True) / 448.0
     inverse = torch.where(scale == 0, torch.zeros(()), 1.0 / scale)
     return (weight.float() * inverse).clamp(-448, 448).to(torch.float8_e4m3fn), scale
+
+
+def microscaled(package: str, block: int = BLOCK) -> Quantizer:
+    """The quantizer of MXFP8 of an engine in torch: `sglang` or `vllm`, of which the one has that of the other."""
+    file, name = MICROSCALING[package], "_mxfp8_e4m3_quantize_torch"
+    known = {"MXFP8_BLOCK_SIZE": block, "MXFP8_VALUE_DTYPE": torch.float8_e4m3fn, "MXFP8_E4M3_MAX": 448.0}
+    return installed_functions(package, file, name, torch=torch, **known)[name]
+
+
+def as_mxfp8(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Values and scales of a whole matrix as the ranks make them."""
+    (rows, columns), encoding = matrix.shape, MXFP8()
+    largest = torch.zeros(encoding.grid((rows, columns)), device=matrix.device)
+    values = torch.empty(matrix.shape, dtype=encoding.dtype, device=matrix.device)
+    add_largest(largest, matrix, ((0, rows), (0, columns)), encoding.block((rows, columns)))
+    scales = encoding.scales(largest, matrix.dtype)
+    encode_box(encoding, matrix, scales, ((0, rows), (0, columns)), values)
+    return values, scales
+
+
+def every_bfloat16() -> Tensor:
+    """Blocks of 32 whose largest magnitude is each finite one, with smaller ones and with zeros of both signs."""
+    largest = torch.arange(0x7F80, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)[:, None]
+    return largest * torch.linspace(-1, 1, 32).bfloat16().roll(7)
+
+
+def many_magnitudes() -> Tensor:
+    """Blocks of 32 from 2 ** -60 to 2 ** 60, in bfloat16, in rows and columns that fill no tile of a kernel."""
+    generator = torch.Generator().manual_seed(3)
+    powers = torch.randint(-60, 60, (130, 9), generator=generator).float().exp2().repeat_interleave(32, 1)
+    values = torch.randn(powers.shape, generator=generator) * powers
+    values[5, :32] = 448  # the largest value of the dtype, with which a scale is exact
+    return values.bfloat16()
 
 
 def compressed_tensors_groups(weight: Tensor) -> tuple[Tensor, Tensor]:

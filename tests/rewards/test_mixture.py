@@ -21,6 +21,14 @@ def test_combine_returns_the_weighted_sum_and_parts():
     assert mixture.combine(REWARDS).value == 1.0
 
 
+def test_combine_of_rewards_by_agent_is_by_agent():
+    style = Reward.by_agent({"critic": Reward(2.0), "solver": Reward(4.0, {"form": 3.0})})
+    combined = Mixture({"style": 0.5, "math": 1.0}).combine(REWARDS | {"style": style})
+    critic = Reward(2.0, {"style": 2.0, "math": 1.0, "math/correct": 1.0}, "7")
+    solver = Reward(3.0, {"style": 4.0, "style/form": 3.0, "math": 1.0, "math/correct": 1.0}, "7")
+    assert combined == Reward(2.5, agents={"critic": critic, "solver": solver})
+
+
 @pytest.mark.parametrize(
     ("weights", "reason"),
     [({"maths": 1.0}, "no reward is named 'maths'. Write one of: math, style"), ({"math": float("inf")}, "is inf")],

@@ -22,6 +22,9 @@ from verl_mg.rewards import Reward
 class Settings:
     scale: float = 2
 
+def agents(sample): return {"solver": True, "critic": Reward(0.5, {"form": 1})}
+def no_agent(sample): return {}
+def missing_number(sample): return {"solver": 1.0, "critic": None}
 def scaled(sample): return Settings().scale * sample.record["level"]
 def truth(sample): return sample.response.strip() == sample.answer
 def parts(sample): return Reward(0.5, {"format": True})
@@ -66,6 +69,7 @@ def file(tmp_path) -> Path:
         ("truth", Reward(1.0)),
         ("parts", Reward(0.5, {"format": 1.0})),
         ("numpy_number", Reward(0.25)),
+        ("agents", Reward(0.75, agents={"solver": Reward(1.0), "critic": Reward(0.5, {"form": 1.0})})),
     ],
 )
 def test_loaded_reward_converts_numbers_to_rewards(file, function, reward):
@@ -78,6 +82,8 @@ def test_loaded_reward_converts_numbers_to_rewards(file, function, reward):
     ("function", "reason"),
     [
         ("nothing", ":nothing' returned None"),
+        ("no_agent", ":no_agent' returned {}"),
+        ("missing_number", ":missing_number' returned None. Return a finite number .* a mapping of such by name"),
         ("not_a_number", ":not_a_number' returned nan"),
         ("infinite_part", r":infinite_part \(style\)' returned inf"),
         ("failing", ":failing' raised KeyError: 'missing'"),

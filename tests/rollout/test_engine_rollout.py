@@ -65,8 +65,9 @@ def test_engine_after_update_weights_serves_the_exported_checkpoint(ranks, tmp_p
 
 
 SERVED = [
-    pytest.param("sglang", "olmo2", marks=needs_sglang),
-    *(pytest.param("sglang", name, marks=[needs_sglang, pytest.mark.nightly]) for name in ("phi3", "granite")),
+    # A mixture, whose routers' choice on the engine is the trainer's.
+    pytest.param("sglang", "granitemoe", marks=needs_sglang),
+    *(pytest.param("sglang", name, marks=[needs_sglang, pytest.mark.nightly]) for name in ("olmo2", "phi3", "granite")),
     # SGLang's activation of gpt2 has no form for the CPU.
     *(
         pytest.param("vllm", name, marks=[needs_vllm, pytest.mark.nightly])
@@ -82,6 +83,7 @@ def test_engine_of_a_model_without_a_table_serves_the_exported_checkpoint(ranks,
         read_config(folder / "model")
     # gpt2 has an embedding of positions, so its rows are no longer than these.
     overrides = ["actor.backend=fsdp", "rollout.layout=tp2", "data.max_prompt_tokens=32"]
+    overrides += ["rollout.replay_routing=true"] if architecture == "granitemoe" else []
     results = ranks.run(2, partial(train, engine=engine), folder, *overrides)
     for step, reported in enumerate(checked_steps(folder, results)):
         received, bound = reported[0]["sync"]

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed import HashStore
 from tests.helpers.counted_store import CountedStore
 from tests.helpers.rank_pool import job_context
 from verl_mg.data import Prompt
-from verl_mg.engines.engine import Request, Sampling
+from verl_mg.engines.engine import GROWING, LIMIT, LIMITED, Request, RolloutEngine, Sampling, observed_load
 from verl_mg.engines.engine_options import EngineOptions, EngineProgram
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.engines.reports import ReportRules
@@ -32,7 +33,7 @@ SECONDS = 2.0
 PROMPT = Prompt(0, (1,), "", None, {})
 
 
-class SlowEngine:
+class SlowEngine(RolloutEngine):
     """Has two slots and completes a sample in SECONDS, and not before it may."""
 
     def __init__(self, may_complete):
@@ -41,8 +42,8 @@ class SlowEngine:
     def num_free_slots(self):
         return 2 - len(self._ends)
 
-    def num_queue_slots(self):
-        return 0
+    def health(self):
+        return True
 
     def submit(self, requests, sampling):
         self._ends |= {request.id: time.monotonic() + SECONDS for request in requests}
@@ -101,6 +102,42 @@ def test_workers_of_a_call_need_few_requests_and_all_ranks_see_restarts_in_order
         assert len(rank.store.requests) < 75, rank.store.requests
 
 
+def test_limit_by_the_load_bounds_what_is_in_flight_and_grows_in_an_engine_with_room():
+    class Engine(SlowEngine):
+        """Has room for 1000 tokens, of which a sample uses 2, and completes the oldest half of its samples."""
+
+        sizes: ClassVar[list[int]] = []
+
+        def num_free_slots(self):
+            return 100 - len(self._ends)
+
+        def num_cache_tokens(self):
+            return 1000
+
+        def collect(self, seconds):
+            self.sizes.append(len(self._ends))
+            complete = list(self._ends)[: -(-len(self._ends) // 2)]
+            self._ends = {i: 0.0 for i in self._ends if i not in complete}
+            return [SimpleNamespace(id=i, finish="stop", generated_versions=[0]) for i in complete]
+
+        def take_counts(self):
+            return observed_load(self.sizes[-1], 0, 2 * self.sizes[-1], 1000) if self.sizes else {}
+
+    store, engine, completed = HashStore(), Engine(threading.Event()), []
+    worker = EngineWorker(
+        engine, 1, EngineEvents(store), lambda i: SimpleNamespace(id=i, partial=None), completed.append,
+        completed.append, longest=100,
+    )  # fmt: skip
+    groups = [Group(PROMPT, range(i, i + 9)) for i in range(0, 999, 9)]
+    queue = WorkQueue(store, "call", Sampling(max_new_tokens=1), groups, len(groups))
+    worker.add(queue)
+    worker.work_off(queue)
+    counts = worker.take_counts()
+    assert engine.sizes[:2] == [10, 10], "as many as surely fit, until a change can have settled"
+    assert max(engine.sizes) == 100 < worker.num_slots and len(completed) == 999
+    assert counts[GROWING] == counts[LIMITED] and 10 < counts[LIMIT] / counts[LIMITED] <= worker.num_slots
+
+
 def test_worker_gives_free_slots_to_an_evaluation_first_and_aborts_nothing():
     class Engine(SlowEngine):
         def __init__(self):
@@ -144,7 +181,7 @@ stream, starts, deadly = socket.socket(fileno=int(sys.argv[1])), open(os.environ
 starts.write("x")
 starts.seek(0)
 start = len(starts.read())
-stream.sendall(b'{"chosen": {}}\\n')
+stream.sendall(b'{"chosen": {}, "size": {"max_running": 4, "cache_tokens": 256}}\\n')
 for number, line in enumerate(stream.makefile("rb")):
     message = json.loads(line)
     if "call" in message:

@@ -209,3 +209,12 @@ def test_outstanding_groups_follow_the_need_of_training():
         bound.adapt(num_complete, 2)
         wanted.append(bound.num_ahead(2))
     assert wanted == [4, 6, 8, 7, 5, 3, 2, 2]
+
+
+def test_groups_that_engines_cannot_run_by_their_load_are_not_outstanding():
+    bound, wanted = StalenessBound(4, "continue", [0]), []
+    for num_runnable in (3, 3, 0, 9, 9):
+        bound.num_runnable = num_runnable
+        bound.adapt(0, 2)
+        wanted.append(bound.num_ahead(2))
+    assert wanted == [4, 5, 2, 4, 6] and bound.largest(2) == 8, "never more than the staleness permits"

@@ -1,6 +1,7 @@
 """Samples of agents through a rollout: groups on ranks, rewards, conversations, and a resume."""
 
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 
 from tests.helpers.rank_pool import job_store
 from tests.helpers.split_engine import SplittingEngine
+from verl_mg.algorithms.advantages import group_relative, informative, rloo
 from verl_mg.batch import Batch
 from verl_mg.data import Prompt, PromptFeed, PromptSet
 from verl_mg.engines import Sampling
@@ -23,9 +25,11 @@ from verl_mg.roles.reward import RewardRole, SampleTexts
 from verl_mg.rollout.engine_group import EngineGroup
 from verl_mg.rollout.rollout import LocalRolloutState, RolloutSetup
 from verl_mg.rollout.sync_rollout import SyncRollout
+from verl_mg.rows.samples import OptionalColumns
 from verl_mg.run.sample_state import SampleState
 
 PROMPTS, GROUP = 5, 3
+AGENTS = ("solver", "critic")
 SCORED: list[str] = []
 
 
@@ -36,6 +40,13 @@ def response_of(sample: int) -> tuple[int, ...]:
 def reward_of(sample: Sample) -> Reward | None:
     """Every third sample brings its own reward."""
     return Reward(100.0 + sample.id, {"own": 0.5}, f"answer {sample.id % 2}") if sample.id % 3 == 0 else None
+
+
+def rewards_of(sample: Sample) -> Reward | None:
+    """Every third sample brings a reward for each of the agents."""
+    if sample.id % 3:
+        return None
+    return Reward.by_agent({"critic": Reward(-1.0 * sample.id), "solver": Reward(100.0 + sample.id, {"own": 0.5})})
 
 
 class InstantEngine(RolloutEngine):
@@ -77,26 +88,35 @@ class LengthModel:
 
 
 def make_rollout(
-    model: Path, local: bool, name: str, by_model: bool = False, **options: object
+    model: Path, local: bool, name: str, by_model: bool = False, agents: Sequence[str] = (), **options: object
 ) -> tuple[SyncRollout, RewardRole, PromptFeed]:
     context = JobContext(PrefixStore(name, job_store()))
     tokenizer = AutoTokenizer.from_pretrained(model)
     feed = PromptFeed(PromptSet([Prompt(i, (2,) * (1 + i), f"p{i}", "", {}) for i in range(PROMPTS)]))
-    scorer, records = AsyncScorer({"": load_reward(score)}), []
+    scorer, records = AsyncScorer({"": load_reward(score_agents if agents else score)}), []
     texts = SampleTexts(feed, tokenizer, ())
     if by_model:
         role = RewardRole(None, texts, context, records, LengthModel(), has_agents=True)
     else:
-        role = RewardRole(scorer, texts, context, records, has_agents=True)
-    engine = SplittingEngine(InstantEngine(), tokenizer.decode, reward=reward_of)
-    sampling = Sampling(max_new_tokens=9)
-    setup = RolloutSetup(sampling=sampling, seed=5, context=context, prompts=feed, records=records, reward=role)
+        role = RewardRole(scorer, texts, context, records, has_agents=True, agent_names=agents)
+    reward = rewards_of if agents else reward_of
+    engine = SplittingEngine(InstantEngine(), tokenizer.decode, reward=reward, agents=agents or ("",))
+    setup = RolloutSetup(
+        sampling=Sampling(max_new_tokens=9), seed=5, context=context, prompts=feed, records=records, reward=role,
+        columns=OptionalColumns(agent_names=agents),
+    )  # fmt: skip
     return SyncRollout(Group(engine, context, local), setup, **options), role, feed
 
 
 def score(sample) -> float:
     SCORED.append(sample.response)
     return float(len(sample.response))
+
+
+def score_agents(sample) -> dict[str, float | Reward]:
+    SCORED.append(sample.response)
+    lengths = {name: float(len(reply)) for name, reply in sample.replies.items()}
+    return {name: Reward(length, {"own": 0.25}) if name == "solver" else -length for name, length in lengths.items()}
 
 
 def reported(rollout: SyncRollout, role: RewardRole, batch) -> dict[str, object]:
@@ -152,6 +172,53 @@ def test_rollout_of_agents_returns_whole_groups_with_their_rewards_and_conversat
             assert sum(segment["trained"] for segment in written["segments"]) == len(response_of(i))
 
 
+def generate_of_agents(model: Path) -> tuple[dict[str, object], list[str]]:
+    SCORED.clear()
+    rollout, role, feed = make_rollout(model, False, "job", agents=AGENTS)
+    batch = rollout.generate(feed.next_batch(PROMPTS), GROUP)
+    rows = reported(rollout, role, batch) | {"agent": batch["agent"].tolist()}
+    rewards, groups, trajectories = role.wait(batch), batch["group"], batch["trajectory"]
+    rows["advantages"] = group_relative(rewards, groups, trajectories).tolist()
+    rows["rloo"] = rloo(rewards, groups, trajectories).tolist()
+    rows["differ"] = informative(rewards, groups, trajectories).tolist()
+    return rows, list(SCORED)
+
+
+def test_rollout_of_agents_with_names_compares_each_agent_with_itself(ranks, models):
+    tokenizer = AutoTokenizer.from_pretrained(models["qwen3"])
+    results = ranks.run(2, generate_of_agents, models["qwen3"])
+    names = [name for name in results[0][0] if name != "conversations"]
+    rows = [
+        dict(zip(names, row, strict=True)) for part, _ in results for row in zip(*map(part.get, names), strict=True)
+    ]
+    replies: dict[tuple[int, int], str] = {}  # the last one of each sample and agent
+    for row in sorted(rows, key=lambda row: row["sample_id"]):
+        replies[row["sample_id"] // MAX_SEGMENTS, row["agent"]] = tokenizer.decode(row["tokens"])
+    assert {agent for _, agent in replies} == {0, 1} and {sample for sample, _ in replies} == set(range(15))
+    scores: dict[tuple[int, int], list[float]] = {}
+    for (sample, agent), reply in replies.items():
+        own = 0 if sample % 3 else 100 + sample if agent == 0 else -sample
+        score = own if not sample % 3 else len(reply) if agent == 0 else -len(reply)
+        scores.setdefault((sample // GROUP, agent), []).append(score)
+        of_agent = [row for row in rows if (row["sample_id"] // MAX_SEGMENTS, row["agent"]) == (sample, agent)]
+        assert {row["reward"] for row in of_agent} == {score}
+        assert {row["reward.own"] for row in of_agent} == {-1 if agent else 0.25 if sample % 3 else 0.5}
+        assert len({row["trajectory"] for row in of_agent}) == 1
+    assert len({row["trajectory"] for row in rows}) == len(replies)
+    assert len({row["group"] for row in rows}) == len(scores) > PROMPTS
+    for row in rows:
+        of_group = scores[row["sample_id"] // MAX_SEGMENTS // GROUP, row["agent"]]
+        mean, count = sum(of_group) / len(of_group), len(of_group)
+        deviation = statistics.stdev(of_group) if count > 1 else 0.0
+        assert row["advantages"] == pytest.approx((row["reward"] - mean) / (deviation + 1e-6), abs=1e-4)
+        assert row["rloo"] == pytest.approx((row["reward"] - mean) * count / max(count - 1, 1), abs=1e-4)
+        assert row["differ"] == (len(set(of_group)) > 1)
+    # Every sample is scored once, whatever its agents, and its conversation is where its rows are.
+    assert sum(len(scored) for _, scored in results) == PROMPTS * GROUP * 2 // 3
+    for part, _ in results:
+        assert part["conversations"].keys() == {i // MAX_SEGMENTS for i in part["sample_id"]}
+
+
 def score_by_model(model: Path) -> dict[str, list[float]]:
     rollout, role, feed = make_rollout(model, False, "job", by_model=True)
     batch = rollout.generate(feed.next_batch(PROMPTS), GROUP)
@@ -169,15 +236,15 @@ def test_reward_model_scores_the_last_segment_of_agents_without_a_reward(ranks, 
         assert reward == (100 + i if brought else 1 + prompt + len(response_of(i))) and part == (0.5 if brought else -1)
 
 
-def resume_ready(model: Path) -> list[dict[str, object]]:
+def resume_ready(model: Path, agents: Sequence[str]) -> list[dict[str, object]]:
     """The rows that a prefetch made ready, as they are and after a checkpoint of them."""
-    rollout, role, feed = make_rollout(model, False, "job", prefetch=True)
+    rollout, role, feed = make_rollout(model, False, "job", prefetch=True, agents=agents)
     rollout.start_iteration(1, is_last=False)
     rollout.generate(feed.next_batch(2), GROUP)
     rollout.generate_greedy(feed.peek(1))
     state, local = rollout.state(), rollout.local_state()
     assert local.ready is not None and local.ready.conversations
-    again, other_role, other_feed = make_rollout(model, False, "resumed", prefetch=True)
+    again, other_role, other_feed = make_rollout(model, False, "resumed", prefetch=True, agents=agents)
     other_feed.load_state(feed.state())
     again.load(state, local, other_feed.by_id)
     parts = []
@@ -187,28 +254,31 @@ def resume_ready(model: Path) -> list[dict[str, object]]:
     return parts
 
 
-def test_rollout_of_agents_resumes_with_ready_rows_that_keep_rewards_and_conversations(ranks, models):
-    results = ranks.run(2, resume_ready, models["qwen3"])
+@pytest.mark.parametrize("agents", [(), AGENTS])
+def test_rollout_of_agents_resumes_with_ready_rows_that_keep_rewards_and_conversations(ranks, models, agents):
+    results = ranks.run(2, resume_ready, models["qwen3"], agents)
     for before, after in results:
         assert before == after
     assert sum(len(before["sample_id"]) for before, _ in results) > 2 * GROUP
 
 
-def resume_waiting(model: Path) -> tuple[dict[str, object], dict[str, object], list[int]]:
+def resume_waiting(model: Path, agents: Sequence[str]) -> tuple[dict[str, object], dict[str, object], list[int]]:
     """The rows of a call whose samples waited for it, and the same after their way through a checkpoint."""
     parts, waiting = [], []
     for name, resumes in (("job", False), ("resumed", True)):
-        rollout, role, feed = make_rollout(model, False, name, extra_prompts=2, partial_rollout=True)
+        options = {"agents": agents, "extra_prompts": 2, "partial_rollout": True}
+        rollout, role, feed = make_rollout(model, False, name, **options)
         rollout.start_iteration(1, is_last=False)
         rollout.generate(feed.next_batch(2), GROUP)
         if resumes:
             state, local = rollout.state(), rollout.local_state()
             waiting = sorted(local.completed)
             texts = {i: SampleState.of(sample).model_dump_json() for i, sample in local.completed.items()}
-            back = {i: SampleState.model_validate_json(text).to_sample({}, {}) for i, text in texts.items()}
+            states = {i: SampleState.model_validate_json(text) for i, text in texts.items()}
+            back = {i: state.to_sample("completed", {}, {}) for i, state in states.items()}
             assert back == dict(local.completed)
             old_feed = feed
-            rollout, role, feed = make_rollout(model, False, "loaded", extra_prompts=2, partial_rollout=True)
+            rollout, role, feed = make_rollout(model, False, "loaded", **options)
             feed.load_state(old_feed.state())
             rollout.load(state, LocalRolloutState(back), feed.by_id)
         rollout.start_iteration(2, is_last=True)
@@ -216,6 +286,7 @@ def resume_waiting(model: Path) -> tuple[dict[str, object], dict[str, object], l
     return parts[0], parts[1], waiting
 
 
-def test_rollout_of_agents_resumes_with_complete_samples_that_keep_their_rewards(ranks, models):
-    ((before, after, waiting),) = ranks.run(1, resume_waiting, models["qwen3"])
+@pytest.mark.parametrize("agents", [(), AGENTS])
+def test_rollout_of_agents_resumes_with_complete_samples_that_keep_their_rewards(ranks, models, agents):
+    ((before, after, waiting),) = ranks.run(1, resume_waiting, models["qwen3"], agents)
     assert before == after and waiting and any(i % 3 == 0 for i in waiting)

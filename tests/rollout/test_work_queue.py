@@ -140,9 +140,11 @@ SIZE = 2
 
 
 def make_filtered_queues(store, passes, needed, num_extra, engines, scored):
-    """Groups of two samples, of which group i passes if `passes[i]`; and the queue of each engine."""
+    """Groups of two samples, of which group i passes by its second agent if `passes[i]`; the queue of each engine."""
     groups = make_groups([(SIZE, 0)] * len(passes))
-    score = {i: float(passes[g] and i == group.ids[0]) for g, group in enumerate(groups) for i in group.ids}
+    second = {i: float(passes[g] and i == group.ids[0]) for g, group in enumerate(groups) for i in group.ids}
+    # The first agent has no turn in some of the samples.
+    score = {i: ({"a": 0.5} if i % 3 else {}) | {"b": value} for i, value in second.items()}
     differ = ScoreFilter(lambda s: max(s) > min(s), lambda i: score[i] if i in scored else None, num_extra)
     return groups, [make_queue(store, groups, needed, score_filter=differ) for _ in range(engines)]
 

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from verl_mg.data import Prompt
 from verl_mg.engines.engine import Sample
 from verl_mg.engines.sampled_support import SampledSupport
-from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, Segment, Trajectory
+from verl_mg.engines.trajectory import MAX_SAMPLES, MAX_SEGMENTS, NOT_GENERATED, Segment, Trajectory
 from verl_mg.errors import UserError
-from verl_mg.rows.samples import samples_to_batch
+from verl_mg.rows.samples import OptionalColumns, samples_to_batch
 
 VERSION = 7
 tokens = st.lists(st.tuples(st.integers(0, 50), st.integers(NOT_GENERATED, 6)), min_size=1, max_size=6)
 
 
 @st.composite
-def segments(draw):
+def segments(draw, agents=("",)):
     parts = []
     for number, entries in enumerate(draw(st.lists(tokens, max_size=4))):
         versions = tuple(version for _, version in entries)
@@ -34,6 +34,7 @@ def segments(draw):
                 prefix,
                 0 if prefix is None else draw(st.integers(0, len(entries))),
                 torch.full((len(entries) - 1, 2, 1), number, dtype=torch.int16),
+                agent=draw(st.sampled_from(agents)),
             )
         )
     return tuple(parts)
@@ -47,7 +48,7 @@ def test_samples_to_batch_of_trajectories_has_a_row_for_each_segment(drawn):
         Sample(i, (), (), (), "timeout" if late else "stop", trajectory=Trajectory(parts, (), None))
         for i, (_, parts, late) in zip(ids, drawn, strict=True)
     ]
-    batch = samples_to_batch(prompts, samples, VERSION, (2, 1))
+    batch = samples_to_batch(prompts, samples, VERSION, OptionalColumns((2, 1)))
     expected = []
     for i, prompt, (_, parts, late) in zip(ids, prompts, drawn, strict=True):
         nothing = Segment(prompt.tokens, (0.0,) * len(prompt.tokens), (NOT_GENERATED,) * len(prompt.tokens), late)
@@ -79,6 +80,27 @@ def test_samples_to_batch_of_trajectories_has_a_row_for_each_segment(drawn):
         assert [value.tolist() for value in found] == [row[name] for row in expected], name
 
 
+@given(st.lists(segments(("solver", "critic")), min_size=1, max_size=4))
+def test_samples_to_batch_of_agents_with_names_has_a_trajectory_for_each_that_trains(drawn):
+    prompts = [Prompt(n, (9,), "", None, {}) for n in range(len(drawn))]
+    samples = [Sample(n, (), (), (), "stop", trajectory=Trajectory(parts, (), None)) for n, parts in enumerate(drawn)]
+    batch = samples_to_batch(prompts, samples, VERSION, OptionalColumns((2, 1), agent_names=("critic", "solver")))
+    columns = ("agent", "trajectory", "sample_id", "prefix_of", "prefix_length")
+    rows = list(zip(*(batch[name].tolist() for name in columns), strict=True))
+    expected = []
+    for sample, parts in enumerate(drawn):
+        trains = {part.agent for part in parts if max(part.policy_versions) >= 0} or {"solver", "critic"}
+        ids = {number: sample * MAX_SEGMENTS + number for number, part in enumerate(parts) if part.agent in trains}
+        for number, i in ids.items():
+            part = parts[number]
+            agent = 1 if part.agent == "solver" else 0
+            prefix = (ids[part.prefix_of], part.prefix_length) if part.prefix_of in ids else (i, 0)
+            expected.append((agent, agent * MAX_SAMPLES + sample, i, *prefix))
+        if not parts:
+            expected.append((0, sample, sample * MAX_SEGMENTS, sample * MAX_SEGMENTS, 0))
+    assert rows == expected
+
+
 def test_samples_to_batch_without_agents_has_a_trajectory_for_each_row():
     prompts = [Prompt(3, (1, 2), "", None, {}), Prompt(4, (1,), "", None, {})]
     samples = [Sample(8, (5, 6), (-1.0, -2.0), (2, 1), "length"), Sample(9, (), (), (), "stop")]
@@ -104,12 +126,12 @@ def test_samples_to_batch_with_candidates_has_those_of_responses_and_segments():
         Sample(1, (), (), (), "stop"),
         Sample(2, (), (), (), "stop", trajectory=Trajectory((segment,), (), None)),
     ]
-    batch = samples_to_batch(prompts, samples, VERSION, has_support=True)
+    batch = samples_to_batch(prompts, samples, VERSION, OptionalColumns(has_support=True))
     assert batch["support_sizes"].tolist() == [0, 0, 2, 0, 0, 0, 0, 3, 0]
     assert batch["support_ids"].tolist() == [9, 5, 5, 7, 8] and batch["support_ids"].dtype is torch.int32
     assert "support_ids" not in samples_to_batch(prompts, samples, VERSION).names()
-    none = samples_to_batch([], [], VERSION, has_support=True)
+    none = samples_to_batch([], [], VERSION, OptionalColumns(has_support=True))
     assert {"support_sizes", "support_ids"} <= set(none.names())
     for broken in (None, support([9, 4], [])):  # silent, and without the token that was drawn
         with pytest.raises(UserError, match=r"^algorithm\.support: the engine of sample_id 0 reported tokens without"):
-            samples_to_batch(prompts[:1], [replace(plain, support=broken)], VERSION, has_support=True)
+            samples_to_batch(prompts[:1], [replace(plain, support=broken)], VERSION, OptionalColumns(has_support=True))

@@ -15,7 +15,7 @@ from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.job.job import RunningJob
 from verl_mg.recipes import ppo
 from verl_mg.recipes.ppo import Config, policy_loss, roles
-from verl_mg.run.checkpointer import PARTIAL
+from verl_mg.stores.folders import PARTIAL
 
 __all__ = ["Config", "iteration", "policy_loss", "roles"]
 

@@ -14,6 +14,7 @@ from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import inputs, settings
 from verl_mg.run.job_state import read_state
 from verl_mg.run.loop import RunMode
+from verl_mg.stores.folders import LocalFolder
 
 pytestmark = needs_sglang
 RECIPE = Path(__file__).with_name("killed_grpo.py")
@@ -60,7 +61,7 @@ def test_async_run_killed_in_flight_loses_no_sample_and_trains_none_twice(ranks,
     steps = [trained(run, iteration) for iteration in range(1, iterations + 1)]
     ids = [i for step in steps for i in step]
     assert [len(step) for step in steps] == [PROMPTS * GROUP] * iterations and len(set(ids)) == len(ids)
-    left = read_state(run / "checkpoints" / f"{iterations:06d}").rollout
+    left = read_state(LocalFolder(run / "checkpoints" / f"{iterations:06d}")).rollout
     waiting = [i for group in left.groups for i in range(group.first, group.first + group.samples)]
     assert sorted([*ids, *waiting]) == list(range(left.next_id))
     assert [line["step"] for line in logged(run)] == list(range(1, iterations + 1))
@@ -82,7 +83,7 @@ def killed_in_flight(folder: Path, iteration: int, delay: float, pause: float) -
             pool.run(3, run_whole, folder, RunMode(), "job.iterations=50")
     finally:
         pool.stop()
-    return any(group.partial for group in read_state(last_checkpoint(folder / "run")).rollout.groups)
+    return any(group.partial for group in read_state(LocalFolder(last_checkpoint(folder / "run"))).rollout.groups)
 
 
 def last_checkpoint(run: Path) -> Path:

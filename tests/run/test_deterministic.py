@@ -110,7 +110,7 @@ def info_of(inputs) -> ServerInfo:
     texts = {"device": "cpu", "model": "model", "architecture": model.architecture, "layout": "tp1"}
     sizes = {"vocab": model.vocab, "context": 64, "tp": 1, "dp": 1, "pp": 1, "max_running": 4, "nodes": 1}
     others = {"disaggregation": "null", "seeded": False, "routed": False, "shard_obstacle": ""}
-    return ServerInfo(start="", version="", **texts, **sizes, **others)
+    return ServerInfo(start="", version="", cache_tokens=256, **texts, **sizes, **others)
 
 
 def test_deterministic_with_an_unseeded_server_raises(inputs):

@@ -141,6 +141,7 @@ UNTRIED = {
     "rollout.engine=vllm": ["rollout.engine=vllm"],
     "rollout.engine=sglang job.deterministic=true": ["rollout.engine=sglang", "job.deterministic=true"],
     "rollout.wire=int4": ["rollout.engine=sglang", "rollout.wire=int4"],
+    "rollout.wire=mxfp8": ["rollout.engine=sglang", "rollout.wire=mxfp8"],
     "rollout.urls": ["rollout.engine=sglang", "rollout.urls=[http://localhost:1]"],
     "rollout.num_ranks": ["rollout.engine=sglang", "rollout.num_ranks=1"],
     "rollout.sglang.speculative_algorithm": ["rollout.engine=sglang", "rollout.sglang.speculative_algorithm=EAGLE"],

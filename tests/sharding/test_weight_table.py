@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GlmMoeDsaConfig
 
 from tests.helpers.random_models import (
     LATENT,
@@ -316,6 +317,27 @@ def test_tensors_of_an_indexer_are_frozen_and_partly_unquantized():
     }
 
 
+@pytest.mark.parametrize(
+    ("changes", "sources"),
+    [
+        ({}, (0, 1, 2, 3)),
+        ({"index_topk_freq": 2}, (0, 1, 1, 3)),
+        ({"index_topk_freq": 4}, (0, 1, 1, 1)),
+        ({"index_topk_freq": 2, "index_skip_topk_offset": 1}, (0, 0, 2, 2)),
+        ({"index_topk_freq": 2, "index_topk_pattern": "FSSF"}, (0, 0, 0, 3)),
+        ({"index_topk_pattern": "FSSF", "indexer_types": ["full", "full", "shared", "shared"]}, (0, 1, 1, 1)),
+    ],
+)
+def test_layers_that_share_a_selection_have_no_indexer(changes, sources):
+    """As transformers reads the fields."""
+    model = fields("glm_moe_dsa", **changes)
+    kinds = GlmMoeDsaConfig(**model).indexer_types
+    assert [layer == source for layer, source in enumerate(sources)] == [kind == "full" for kind in kinds]
+    table = weight_table(parse_config(model))
+    assert table.config.indexer.sources == sources
+    assert {int(name.split(".")[2]) for name in table.indexers} == set(sources)
+
+
 def test_tensor_index_only_router_bias_is_float32():
     tensors = weight_table(config("deepseek_v3")).tensor_index.tensors
     names = {name for name, info in tensors.items() if info.dtype}
@@ -430,8 +452,10 @@ def test_vllm_table_without_pipeline_is_that_of_sglang_but_for_names(data):
         (fields("glm4_moe", tie_word_embeddings=True), "tie_word_embeddings=True .* Write False, or leave it out"),
         (fields("glm4_moe_lite", mlp_layer_types=["dense"] * 2 + ["sparse"] * 2), "other layers .* first_k_dense_repl"),
         (fields("glm4_moe_lite", rope_parameters={"partial_rotary_factor": 0.5}), "0.5 is not .* 'glm4_moe_lite'"),
-        (fields("glm_moe_dsa", index_topk_freq=4), "keys that an earlier layer selected .index_topk_freq"),
-        (fields("glm_moe_dsa", indexer_types=["full", "shared"] * 2), "keys that an earlier layer selected"),
+        (fields("deepseek_v32", index_topk_freq=4), "keys that an earlier layer selected .index_topk_freq"),
+        (fields("glm_moe_dsa", indexer_types=["shared", "full"] * 2), "Write .* 'full' for the first"),
+        (fields("glm_moe_dsa", indexer_types=["full", "shared"]), "Write 'full' or 'shared' for each of the 4 layers"),
+        (fields("glm_moe_dsa", index_topk_pattern="FXSF"), "Write 'full' or 'shared' for each of the 4 layers"),
         (fields("glm_moe_dsa", indexer_rope_interleave=None), "indexer_rope_interleave=None is not that .* Write true"),
         (fields("deepseek_v32", index_head_dim=2), "index_head_dim=2 is below qk_rope_head_dim=4"),
         (fields("deepseek_v32", q_lora_rank=None), "q_lora_rank is missing, which the indexer needs"),

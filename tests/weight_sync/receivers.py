@@ -32,7 +32,14 @@ from torch import Tensor
 
 from tests.helpers.random_models import assemble, fields
 from tests.helpers.sglang_servers import SETTINGS
-from tests.reshard.encoded_moves import differing, encoded_parameters, sglang_blocks, sglang_channels
+from tests.reshard.encoded_moves import (
+    Quantizer,
+    differing,
+    encoded_parameters,
+    microscaled,
+    sglang_blocks,
+    sglang_channels,
+)
 from verl_mg.distributed.outside_group import connect_store, join_outside_group
 from verl_mg.distributed.world import init_process_group
 from verl_mg.engines.engine import EngineDiedError
@@ -122,11 +129,21 @@ class Source:
 # -- the oracle
 
 
+def quantizer(wire: Wire) -> Quantizer:
+    """SGLang's own for whole tensors."""
+    match wire:
+        case "fp8_block":
+            return sglang_blocks(128)
+        case "mxfp8":
+            return microscaled("sglang", 32)
+    return sglang_channels
+
+
 def expected(
     layout: str, rank: int, tensors: Mapping[str, Tensor], wire: Wire = "cast", table: WeightTable = TABLE
 ) -> dict[str, Tensor]:
     """The parameters of a rank of an engine, cut from whole tensors that SGLang has quantized as a whole."""
-    quantize = sglang_blocks(128) if wire == "fp8_block" else sglang_channels
+    quantize = quantizer(wire)
     names = quantized_tensors(table) if wire != "cast" else ()
     shards, quantized = table.engine_shards(EngineLayout.parse(layout), rank), {n: quantize(tensors[n]) for n in names}
     return encoded_parameters(shards, tensors, quantized, encoding_of(wire))

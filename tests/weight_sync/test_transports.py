@@ -122,6 +122,7 @@ def into_engines(wire: Wire, delta: bool) -> Steps:
         ("fp8_block", True),
         pytest.param("cast", True, marks=pytest.mark.nightly),
         pytest.param("fp8_channel", False, marks=pytest.mark.nightly),
+        pytest.param("mxfp8", True, marks=pytest.mark.nightly),
     ],
 )
 def test_engines_of_the_job_receive_every_value_through_restarts_and_deaths(ranks, wire, delta):
@@ -288,6 +289,7 @@ def send_to_servers(way: str, wire: Wire, folder: Path, server: Server) -> Steps
         ("folder", "cast"),
         ("folder, changes", "cast"),
         pytest.param("shards", "fp8_block", marks=pytest.mark.nightly),
+        pytest.param("shards, changes", "mxfp8", marks=pytest.mark.nightly),
         pytest.param("shards, changes", "cast", marks=pytest.mark.nightly),
     ],
 )

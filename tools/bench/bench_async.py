@@ -2,6 +2,7 @@
 
     python -m tools.bench.bench_async [--iterations 40] [--rounds 1] [--prompts 16] [--tokens 1024] [--staleness 4]
     python -m tools.bench.bench_async --evaluate 5
+    python -m tools.bench.bench_async --requests 16,64,256
 
 GRPO on `heavy_tail_task.py` with SGLang, two ranks with one thread each, in three ways, in turn: synchronous with
 an engine on each rank (all memory of both ranks for generation, then for training), synchronous with one rank for
@@ -10,6 +11,9 @@ often asynchronous is the better of the other two. Iterations before the third a
 
 With `--evaluate N`: the asynchronous run without and with an evaluation of as many samples as an iteration has, after
 every N iterations, in turn. Tokens are of training and evaluation together; the evaluation's reward is the length.
+
+With `--requests`: the asynchronous run with each of these numbers as `rollout.max_running_requests`, and with `auto`,
+in turn; prints the ratio of `auto` to the best number.
 """
 
 from __future__ import annotations
@@ -27,13 +31,16 @@ from tools.bench.harness import options_of
 WARM_UP = 2
 GROUP_SIZE = 4
 NUM_RANKS = ["rollout.num_ranks=1"]
+STATES = ("growing", "holding", "shrinking")
 
 
 def main() -> None:
     """Print each run, the medians and the ratio."""
-    options = options_of(
+    parser = options_of(
         __doc__, iterations=40, rounds=1, prompts=16, tokens=1024, staleness=4, hidden=64, layers=2, evaluate=0
-    ).parse_args()
+    )
+    parser.add_argument("--requests", type=lambda text: text.split(","), default=[])
+    options = parser.parse_args()
     asynchronous = [*NUM_RANKS, "rollout.mode=async", f"rollout.max_staleness={options.staleness}"]
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder)
@@ -42,6 +49,12 @@ def main() -> None:
             evaluated = [*asynchronous, *_evaluation(options, task)]
             without, with_it = _medians(options, task, {"asynchronous": asynchronous, "with evaluations": evaluated})
             print(f"with an evaluation every {options.evaluate} iterations over without: {with_it / without:.2f}")
+            return
+        if options.requests:
+            numbers = [*options.requests, "auto"]
+            limited = {f"{n} requests": [*asynchronous, f"rollout.max_running_requests={n}"] for n in numbers}
+            *fixed, auto = _medians(options, task, limited)
+            print(f"auto over the best fixed number: {auto / max(fixed):.2f}")
             return
         ways = {
             "synchronous, engines on both ranks": [],
@@ -111,6 +124,9 @@ def _extra(lines: list[dict[str, float]]) -> str:
     if "time/engine_idle" in mean:
         ages = {age: mean.get(f"rollout/staleness_{age}", 0.0) for age in range(9)}
         parts.append(f"engine idle {mean['time/engine_idle']:.0%}, trainer {mean['time/trainer_idle']:.2f} s")
+        if "time/engine_limit" in mean:
+            states = ", ".join(f"{state} {mean[f'time/engine_{state}']:.0%}" for state in STATES)
+            parts.append(f"limit {mean['time/engine_limit']:.0f} ({states})")
         parts.append("tokens by staleness " + " ".join(f"{age}:{share:.0%}" for age, share in ages.items() if share))
     return ", ".join(parts)
 

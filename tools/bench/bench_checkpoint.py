@@ -65,6 +65,7 @@ from verl_mg.run.checkpointer import AsyncCheckpointer, newest_intact
 from verl_mg.run.job_state import restore
 from verl_mg.run.loop import one_iteration
 from verl_mg.sharding.boxes import slices
+from verl_mg.stores.folders import LocalFolders
 from verl_mg.training.weights import weights
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "sft.py"
@@ -188,7 +189,10 @@ class Ours:
     """Checkpoints of the job, as its loop writes and reads them."""
 
     def __init__(self, recipe: Recipe, job: RunningJob, folder: Path) -> None:
-        self._recipe, self._saver = recipe.name, AsyncCheckpointer(folder, job.config.checkpoint, recipe.name)
+        self._recipe, self._saver = (
+            recipe.name,
+            AsyncCheckpointer(LocalFolders(folder), job.config.checkpoint, recipe.name),
+        )
 
     def begin(self, job: RunningJob, folder: Path) -> None:
         self._saver.begin(job, {})
@@ -198,7 +202,7 @@ class Ours:
             raise RuntimeError(problem)
 
     def load(self, job: RunningJob, folder: Path) -> None:
-        checkpoint = newest_intact(folder)
+        checkpoint = newest_intact(LocalFolders(folder))
         assert checkpoint is not None
         restore(job, checkpoint, self._recipe)
 

@@ -62,7 +62,7 @@ SERVERS = "servers"
 """Case of tools/bench/server_transfers.py."""
 MIB = 2**20
 POISON = float("nan")
-QUANTIZED: tuple[Wire, ...] = ("fp8_block", "fp8_channel", "int4")
+QUANTIZED: tuple[Wire, ...] = ("fp8_block", "fp8_channel", "mxfp8", "int4")
 LIBC = ctypes.CDLL("libc.so.6")
 HEADER = f"""\
 {"":<15} {"":<9} {"MiB received a rank":>20} {"at least":>9} {"peak MiB":>9} {"seconds":>9} {"against ours":>20}

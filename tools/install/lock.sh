@@ -11,7 +11,7 @@ lock() {
         setup.py --output-file "$@"
 }
 
-lock launch/requirements-gpu.txt --extra gpu --extra sglang --extra mcp --extra trackers --python-platform x86_64-manylinux_2_39 "$@"
+lock launch/requirements-gpu.txt --extra gpu --extra sglang --extra mcp --extra s3 --extra trackers --python-platform x86_64-manylinux_2_39 "$@"
 # The torch and transformers of SGLang on GPUs.
-lock tools/install/requirements-cpu.txt --extra mcp --extra mpi --extra openenv --extra trackers --extra test --universal \
+lock tools/install/requirements-cpu.txt --extra mcp --extra mpi --extra openenv --extra s3 --extra trackers --extra test --universal \
     --constraints <(grep -E '^(torch|transformers|tokenizers|megatron-core)==' launch/requirements-gpu.txt) "$@"

@@ -1,13 +1,14 @@
 """The interface of agents: `async def run(session, sample) -> Reward | float | dict | None`.
 
-A dict has the key "reward"; its other numbers are parts of the reward. None leaves the sample to the job's reward.
+A dict has the key "reward"; its other numbers are parts of the reward. Where agents have names, that reward may be a
+mapping of such results by name. None leaves the sample to the job's reward.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -43,7 +44,18 @@ class Session:
     messages: list[dict[str, Any]]
     options: dict[str, Any]  # options of the job, `rollout.agent_options`
     log: Callable[[str], None]  # adds text to the agent's log, which `verl-mg view` shows with the conversation
-    model: str = POLICY  # name of the model to write in requests; any name is accepted
+    model: str = POLICY  # name of the model to write in requests; without `agents` any name is accepted
+    agents: tuple[str, ...] = ()  # names of the agents of the episode, `rollout.agent_names`
+
+    def agent(self, name: str) -> Session:
+        """Returns the access of one of the agents: requests that name its `model` are its turns.
+
+        UserError for a name that is not in `rollout.agent_names`.
+        """
+        if name not in self.agents:
+            names = f"has {', '.join(self.agents)}" if self.agents else "is empty"
+            raise UserError(f"rollout.agent_names: it {names}, and the agent names {name!r:.60}. Add this name.")
+        return replace(self, model=name)
 
     @property
     def anthropic_base_url(self) -> str:

@@ -29,6 +29,8 @@ class Call:
     """Tools that the policy may call, as `{"type": "function", "function": {...}}`."""
     model: str = ""
     """Name of the model that the agent has written; `rollout.agent_trained` lists those whose replies are trained."""
+    agent: str = ""
+    """Name of the agent that has the reply, which with `rollout.agent_names` is that of the model; "" without."""
     max_tokens: int | None = None
     """Largest number of tokens of the reply; None: as many as the sample may still have."""
     stop: tuple[str, ...] = ()

@@ -84,7 +84,9 @@ class AgentEngine(EngineWrapper):
         # `abort` may come from another thread, between any two steps of `collect`.
         self._lock = threading.RLock()
         self._error: BaseException | None = None
-        sessions = Sessions(renderer, parser, self._generate, max_positions, config.agent_trained, image_limits)
+        sessions = Sessions(
+            renderer, parser, self._generate, max_positions, config.agent_trained, image_limits, config.agent_names
+        )
         server = AgentServer(sessions, config.agent_host, self._fail)
         self._runner = AgentRunner(agent, config, sessions, server.url)
         self._loop = asyncio.new_event_loop()

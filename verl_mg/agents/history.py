@@ -87,44 +87,47 @@ class ConversationHistory:
     """Segments of a session; used in one thread. Replies may be added in another order than that of their requests.
 
     Agents may continue any earlier request, so the segments are branches of a tree: `Segment.prefix_of` is the parent.
+    Each agent with a name has its own segments, in which replies of others are observations as the request has written
+    them; segments of two agents share the tokens that both begin with.
     """
 
     def __init__(self, renderer: ConversationRenderer) -> None:
         self._renderer = renderer
         self._segments: list[Segment] = []
-        # Known replies by the messages up to and with the reply.
-        self._replies: dict[bytes, list[_KnownReply]] = defaultdict(list)
+        # Known replies by agent and the messages up to and with the reply.
+        self._replies: dict[tuple[str, bytes], list[_KnownReply]] = defaultdict(list)
         # Known replies by the messages in front of them.
         self._prompts: dict[bytes, list[_KnownReply]] = defaultdict(list)
 
     def context(self, call: Call) -> Context:
         """Returns the tokens in front of the reply to a call; RequestError where the template rejects the messages."""
         keys = _prefix_keys(call)
-        messages = self._with_reasoning(call.messages, keys)
+        messages = self._with_reasoning(call, keys)
         rendered = self._renderer.render(messages, call.tools, for_reply=True)
-        known, length, tail = self._known_part(messages, call.tools, keys, rendered)
+        known, length, tail = self._known_part(messages, call, keys, rendered)
         # Only the text after the known part becomes tokens, with the images that this text shows.
         images = call.shown_images
         new = self._renderer.tokens(tail, images[known.num_images if known else 0 :])
         tokens = (*(self._segments[known.segment].tokens[:length] if known else ()), *new)
         if not tokens:
             raise RequestError(400, "messages: the chat template makes no text of them. Add a message.", "messages")
-        seen = max((i for i, key in enumerate(keys) if key in self._replies or key in self._prompts), default=0)
+        known_here = ((call.agent, key) in self._replies or key in self._prompts for key in keys)
+        seen = max((i for i, is_known in enumerate(known_here) if is_known), default=0)
         number = known.segment if known else None
         return Context(tokens, length, call.messages[seen:], number, rendered, keys, images)
 
     def _known_part(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], keys: Sequence[bytes], rendered: str
+        self, messages: Sequence[Mapping[str, Any]], call: Call, keys: Sequence[bytes], rendered: str
     ) -> tuple[_KnownReply | None, int, str]:
         """Returns a reply, how many tokens of its segment the conversation begins with, and the text after them."""
         # The longest part first; of several replies to the same messages, the latest.
         for i in range(len(messages), 0, -1):
-            for known in reversed(self._replies.get(keys[i], ())):
-                if (end := self._end_of(known, rendered, messages[:i], tools)) is not None:
+            for known in reversed(self._replies.get((call.agent, keys[i]), ())):
+                if (end := self._end_of(known, rendered, messages[:i], call.tools)) is not None:
                     return known, known.length, end
             # The reply was rewritten or is another one, but the conversation in front of it is the same.
             for known in reversed(self._prompts.get(keys[i], ())):
-                if known.prompt.begins(rendered):
+                if self._segments[known.segment].agent == call.agent and known.prompt.begins(rendered):
                     return known, known.prompt_length, rendered[known.prompt.length :]
         return None, 0, rendered
 
@@ -142,7 +145,7 @@ class ConversationHistory:
 
         `truncated`: a limit of the job has ended it. RequestError where the session has MAX_SEGMENTS segments.
         """
-        number = self._segment_for(context)
+        number = self._segment_for(context, call.agent)
         segment, start, count = self._segments[number], len(context.tokens), len(sample.tokens)
         logprobs = sample.logprobs if trained else (0.0,) * count
         versions = sample.policy_versions if trained else (NOT_GENERATED,) * count
@@ -175,7 +178,7 @@ class ConversationHistory:
             len(context.images),
         )
         self._prompts[context.keys[-1]].append(known)
-        self._replies[_next_key(context.keys[-1], message)].append(known)
+        self._replies[call.agent, _next_key(context.keys[-1], message)].append(known)
         return number
 
     def segments(self) -> tuple[Segment, ...]:
@@ -199,12 +202,12 @@ class ConversationHistory:
             return None
         return self._renderer.after_reply(until[known.prompt.length :], known.last) + rendered[len(until) :]
 
-    def _segment_for(self, context: Context) -> int:
-        """Returns the number of the segment that a context continues, of a new one where a reply has continued it."""
+    def _segment_for(self, context: Context, agent: str) -> int:
+        """Returns the number of the agent's segment that a context continues, of a new one where a reply has."""
         source, kept = context.segment, context.kept
         if source is None:
             source, kept = self._sharing(context)
-        if source is not None and len(self._segments[source].tokens) == kept:
+        if source is not None and len(self._segments[source].tokens) == kept and self._segments[source].agent == agent:
             return source
         number = len(self._segments)
         if number >= MAX_SEGMENTS:
@@ -217,13 +220,14 @@ class ConversationHistory:
         routed = None if source is None else self._segments[source].routed_experts
         routed = None if routed is None else routed[:kept]
         unscored = (0.0,) * kept, (NOT_GENERATED,) * kept
-        self._segments.append(Segment(context.tokens[:kept], *unscored, False, source, kept, routed))
+        self._segments.append(Segment(context.tokens[:kept], *unscored, False, source, kept, routed, agent=agent))
         return number
 
     def _sharing(self, context: Context) -> tuple[int | None, int]:
         """Returns the number of a segment whose first tokens a context repeats although none were known, and how many.
 
-        The template has rewritten the end of the prompt itself, or another request for the same reply was first.
+        The template has rewritten the end of the prompt itself, another request for the same reply was first, or the
+        segment is of another agent.
         """
         # Tokens that two segments share are computed once in training, so the common prefix is worth finding.
         for key in reversed(context.keys):
@@ -234,11 +238,11 @@ class ConversationHistory:
                 return (number, kept) if kept else (None, 0)
         return None, 0
 
-    def _with_reasoning(self, messages: Sequence[dict[str, Any]], keys: Sequence[bytes]) -> list[dict[str, Any]]:
+    def _with_reasoning(self, call: Call, keys: Sequence[bytes]) -> list[dict[str, Any]]:
         """Returns the messages with the reasoning of known replies, which most clients of OpenAI do not send back."""
         restored: list[dict[str, Any]] = []
-        for message, key in zip(messages, keys[1:], strict=True):
-            known = self._replies.get(key)
+        for message, key in zip(call.messages, keys[1:], strict=True):
+            known = self._replies.get((call.agent, key))
             if known and known[-1].reasoning and "reasoning_content" not in message:
                 message = {**message, "reasoning_content": known[-1].reasoning}
             restored.append(message)

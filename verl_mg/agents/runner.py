@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -16,6 +17,7 @@ from verl_mg.errors import UserError
 from verl_mg.images import RowImages
 from verl_mg.rewards.reward import Reward
 from verl_mg.rewards.reward import Sample as Task
+from verl_mg.rewards.sample import wrong_agents
 
 REWARD = "reward"  # entry of a returned mapping that is the reward; the others are its parts
 # Parts of a reward, each of which becomes a metric of the job; programs of the policy may have written them.
@@ -41,7 +43,9 @@ class AgentRunner:
             finish: Finish = "stop"
             try:
                 async with asyncio.timeout(self._config.agent_timeout_s) as limit:
-                    reward = _as_reward(await self._call(session))
+                    result = await self._call(session)
+                    self._sessions.close(session)  # then no agent has a further turn, whose reward would be missing
+                    reward = self._as_reward(result, session)
             except UserError:
                 raise  # an option of the job is wrong, so every agent would fail
             except (Exception, SystemExit, asyncio.CancelledError) as failure:  # user code may raise anything
@@ -68,9 +72,18 @@ class AgentRunner:
             _with_images(prompt.messages, prompt.load_images()),
             self._config.agent_options,
             session.write_log,
+            agents=self._sessions.agents,
         )
         task = Task(prompt.text, "", prompt.answer, prompt.record, "stop")
         return await self._agent(given, task)
+
+    def _as_reward(self, result: Any, session: OpenSession) -> Reward | None:
+        """Returns what an agent returned as a reward; ValueError where it is none, or not one of all agents."""
+        reward = _as_reward(result)
+        acting = {turn.model for turn in session.turns if turn.trained} if self._sessions.agents else set()
+        if reward is not None and (wrong := wrong_agents(reward, acting, self._sessions.agents)):
+            raise ValueError(f"the reward of the agent: {wrong}")
+        return reward
 
 
 def _with_images(messages: Sequence[Mapping[str, Any]], images: RowImages) -> list[dict[str, Any]]:
@@ -98,12 +111,28 @@ def _as_reward(result: Any) -> Reward | None:
     """Returns what an agent returned as a reward; ValueError where it is none."""
     if result is None:
         return None
+    parts: dict[str, float] = {}
     if isinstance(result, dict):
-        if REWARD not in result:
-            raise ValueError(f"the agent returned a mapping without '{REWARD}': {result!r:.200}")
-        numbers = {name: value for name, value in result.items() if isinstance(value, Real) and name != REWARD}
-        result = Reward(result[REWARD], {str(name): float(value) for name, value in numbers.items()})
+        result, parts = _unpacked(result)
+    agents = result.agents if isinstance(result, Reward) else result
+    if not isinstance(agents, Mapping) or not agents:
+        return _of_one(result, parts)
+    # What describes the episode is a part of the reward of each of its agents.
+    unpacked = {name: _unpacked(each) if isinstance(each, dict) else (each, {}) for name, each in agents.items()}
+    return Reward.by_agent({str(name): _of_one(each, parts | more) for name, (each, more) in unpacked.items()})
+
+
+def _unpacked(result: Mapping[str, Any]) -> tuple[Any, dict[str, float]]:
+    """Returns the reward of a mapping, and its parts."""
+    if REWARD not in result:
+        raise ValueError(f"the agent returned a mapping without '{REWARD}': {result!r:.200}")
+    numbers = {name: value for name, value in result.items() if isinstance(value, Real) and name != REWARD}
+    return result[REWARD], {str(name): float(value) for name, value in numbers.items()}
+
+
+def _of_one(result: Any, parts: Mapping[str, float]) -> Reward:
     reward = result if isinstance(result, Reward) else Reward(result)
+    reward = replace(reward, parts={**parts, **reward.parts})
     # Each part becomes a metric, whose name is printed and written to files.
     if len(reward.parts) > MAX_PARTS or not all(map(str.isprintable, reward.parts)):
         raise ValueError(f"the reward has more than {MAX_PARTS} parts, or one whose name cannot be printed")

@@ -47,7 +47,7 @@ class AgentServer:
     """An HTTP server in a thread with its event loop, in which `sessions` answer, at a free port of `host`.
 
     `on_error` gets unexpected exceptions, in the server's thread, and their requests status 500. `/v1/models` lists
-    POLICY; requests may name others.
+    the agents with names, or POLICY; then requests may name others.
     """
 
     def __init__(self, sessions: Sessions, host: str, on_error: Callable[[BaseException], None]) -> None:
@@ -146,8 +146,9 @@ class AgentServer:
         return JSONResponse({"input_tokens": self._sessions.count_tokens(session, call)})
 
     async def _list_models(self, request: Request, api: ChatApi, session: OpenSession) -> Response:
-        page = {"first_id": POLICY, "last_id": POLICY, "has_more": False}
-        return JSONResponse({"object": "list", "data": [_model(POLICY)]} | page)
+        names = self._sessions.agents or (POLICY,)
+        page = {"first_id": names[0], "last_id": names[-1], "has_more": False}
+        return JSONResponse({"object": "list", "data": [_model(name) for name in names]} | page)
 
     async def _show_model(self, request: Request, api: ChatApi, session: OpenSession) -> Response:
         return JSONResponse(_model(request.path_params["name"]))

@@ -15,7 +15,7 @@ import itertools
 import secrets
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from verl_mg.agents.call import Call, Reply, ReplyToken, RequestError, for_people
@@ -64,8 +64,8 @@ class Sessions:
     """Open sessions by their ids; answers the requests that the server has read.
 
     Nothing is recorded in a session once `close` has returned. A context with its reply has at most `max_positions`
-    tokens. Replies to the models `trained` are trained; all if it is empty. Without `image_limits` the policy reads
-    text only. Coroutines run in the server's event loop.
+    tokens. Replies to the models `trained` are trained; all if it is empty. With `agents` each request names one of
+    them as its model. Without `image_limits` the policy reads text only. Coroutines run in the server's event loop.
     """
 
     def __init__(
@@ -76,7 +76,9 @@ class Sessions:
         max_positions: int,
         trained: Collection[str],
         image_limits: ImageLimits | None = None,
+        agents: Sequence[str] = (),
     ) -> None:
+        self.agents = tuple(agents)
         self._renderer, self._parser, self._generate = renderer, parser, generate
         self._image_limits = image_limits
         self._max_positions, self._trained = max_positions, frozenset(trained)
@@ -109,6 +111,7 @@ class Sessions:
     async def complete(self, session: OpenSession, call: Call) -> Reply:
         """Returns the reply to a call, and records its tokens; RequestError where the session has been closed."""
         started = time.monotonic()
+        call = self._of_agent(call)
         context = self._context(session, call)
         left = self._tokens_left(session, context)
         limit = left if call.max_tokens is None else min(left, call.max_tokens)
@@ -129,13 +132,20 @@ class Sessions:
 
     def count_tokens(self, session: OpenSession, call: Call) -> int:
         """Returns the number of tokens in front of the reply to a call."""
-        return len(self._context(session, call).tokens)
+        return len(self._context(session, self._of_agent(call)).tokens)
 
     def _session(self, name: str) -> OpenSession:
         session = self._open.get(name)  # in one step: `close` comes from another thread
         if session is None:
             raise RequestError(404, f"session {name[:80]!r}: it is not open. Its agent has returned, or it never was.")
         return session
+
+    def _of_agent(self, call: Call) -> Call:
+        if self.agents and call.model not in self.agents:
+            names = ", ".join(self.agents)
+            text = f"model: {call.model[:80]!r} is not in rollout.agent_names ({names}). Write the name of an agent."
+            raise RequestError(404, text, "model", "model_not_found")
+        return replace(call, agent=call.model) if self.agents else call
 
     def _context(self, session: OpenSession, call: Call) -> Context:
         self._session(session.id)  # it may have been closed since its request was authorized

@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 from verl_mg.checkpoint.quantized import (
     FP8,
-    SCALE_DTYPES,
+    PACKED,
     block_of,
     declared_block,
+    has_scale_dtype,
     misfit,
     packed_names,
     packed_shapes,
@@ -37,7 +38,6 @@ from verl_mg.models.tensor_tree import StackedTensor
 from verl_mg.sharding.boxes import BlockSize, Box, Shard, full_box
 
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # files of PEFT
-PACKED = DTYPE_NAMES[torch.uint8]  # name of the dtype of MXFP4 tensors in safetensors files
 _FLOATS = tuple(DTYPE_NAMES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
 NO_INDEX = TensorIndex({}, tied=False)  # of tensors that are read under their names in files
 _FREQUENCIES = ".inv_freq"  # of rotary embedding, which old files have and every model computes
@@ -216,7 +216,7 @@ class ModelDirectory:
     def _check_scales(self, tensor: str, stored: StoredTensor) -> None:
         scales = self.scale_of(tensor)
         entry = self._entry(scales, ())
-        if entry.dtype not in SCALE_DTYPES:
+        if not has_scale_dtype(entry.dtype, self.block):
             raise self.unfit_scales(scales, tensor, f"they are {entry.dtype}")
         if not block_of(stored.shape, entry.shape, self.block):
             raise self.unfit_scales(scales, tensor, misfit(stored.shape, entry.shape, self.block))

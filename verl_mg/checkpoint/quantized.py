@@ -4,6 +4,8 @@
     ...up_proj.weight_scale_inv   (ceil(rows / 128), ceil(columns / 128)): factor of each block, as DeepSeek-V3 has them
     ...up_proj.weight_scale       (), (1,), (rows,) or (rows, 1): factor of the tensor or of each row
 
+    ...up_proj.weight_scale_inv   uint8 (rows, columns / 32): exponent of two of each block, plus 127, in MXFP8
+
 The product is computed in float32, as `transformers` does (`Fp8Dequantize` in integrations/finegrained_fp8.py). Blocks
 have the size in config.json, and the last ones may be incomplete, as in DeepSeek-V3's projection to 576 rows;
 `transformers` 5.19 derives the size from the shapes, and refuses these.
@@ -33,14 +35,22 @@ from verl_mg.models.transformers_module import BLOCKS, SCALES
 from verl_mg.sharding.boxes import BlockSize, Box, scale_grid
 
 FP8 = DTYPE_NAMES[torch.float8_e4m3fn]  # name of the dtype of FP8 tensors in safetensors files
+PACKED = DTYPE_NAMES[torch.uint8]  # name of the dtype of MXFP4 tensors, and of scales in MXFP8
 SCALE_DTYPES = tuple(
     DTYPE_NAMES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
 )
 """Names of the dtypes of scales."""
+MXFP8_BLOCK: BlockSize = (1, 32)  # with these blocks the bytes of E8M0 may be stored as uint8
+_SLAB = 256  # rows whose factors are in memory at a time
 _SUFFIXES = ("_scale_inv", "_scale")
 MXFP4_BLOCK = 32  # elements of a row that have a common scale
 _BIAS, _NOT_A_NUMBER = 127, 255  # of E8M0, the format of scales
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def has_scale_dtype(dtype: str, declared: BlockSize | None) -> bool:
+    """Returns whether scales can be of a dtype, by its name, with the size of blocks in config.json."""
+    return dtype in SCALE_DTYPES or (dtype == PACKED and declared == MXFP8_BLOCK)
 
 
 def scale_name(tensor: str, names: Container[str]) -> str | None:
@@ -87,16 +97,16 @@ def dequantize(values: Tensor, scales: Tensor, box: Box, block: BlockSize) -> Te
     (top, bottom), (left, right) = box
     height, width = block
     first, last = left // width, -(-right // width)
+    scales = scales.view(torch.float8_e8m0fnu) if scales.dtype is torch.uint8 else scales
     grid = scales if scales.dim() == 2 else scales.reshape(-1, 1)
     needed = grid[top // height : -(-bottom // height), first:last].float()
     if not (needed.isfinite() & (needed >= 0)).all():
         raise ValueError("a scale is negative or not finite")
     columns = torch.arange(left, right) // width - first
-    result = values.float()
-    for number, factors in enumerate(needed, top // height):
-        # In place, block row by block row: the factors of all elements would be as large as the box.
-        rows = slice(max(number * height - top, 0), (number + 1) * height - top)
-        result[rows] *= factors[columns]
+    result, rows = values.float(), torch.arange(top, bottom) // height - top // height
+    for start in range(0, len(rows), _SLAB):
+        # In place, some rows at a time: the factors of all elements would be as large as the box.
+        result[start : start + _SLAB] *= needed[rows[start : start + _SLAB]][:, columns]
     return result
 
 

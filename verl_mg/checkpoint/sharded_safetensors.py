@@ -8,11 +8,6 @@ layout in which the files were written, and under another one from the files tha
 
     zcat index.gz          `rank 0`, the keys of the boxes in rank-00000.safetensors, `rank 1`, ...
 
-A checkpoint is complete or absent (`run/checkpointer.py`):
-
-    each rank    STEP.partial/rank-RRRRR.safetensors, written and synced -> its SHA-256 and its part of the index
-    rank 0       STEP.partial/index.gz, SHA256SUMS -> renames STEP.partial to STEP
-
 A rank's file also has its share of replicated tensors, which other ranks write too: so it is the only one that the rank
 opens in a resume under the same layout.
 """
@@ -21,8 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import gzip
-import hashlib
-import os
 import re
 import zlib
 from collections import defaultdict
@@ -36,6 +29,7 @@ from torch import Tensor
 from verl_mg.checkpoint.safetensors_file import DamagedFileError, SafetensorsFile, header
 from verl_mg.errors import UserError
 from verl_mg.sharding.boxes import Box, box_shape, full_box, intersect, slices, subtract, translate_box
+from verl_mg.stores.folders import Content, StoredFolder
 
 INDEX = "index.gz"  # file that lists the keys of the boxes of all ranks
 _RANGE = re.compile(r"(\d+):(\d+)")
@@ -58,21 +52,13 @@ class StoredBox:
         return f"{self.namespace}|{self.tensor}|{','.join(f'{start}:{stop}' for start, stop in self.box)}"
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Writes contiguous tensors in host memory as a safetensors file, which is on disk then; returns its SHA-256."""
+def tensor_blocks(tensors: Mapping[str, Tensor]) -> list[Content]:
+    """Returns the content of a safetensors file of contiguous tensors in host memory, without copies of them."""
     head, _ = header({name: (values.dtype, tuple(values.shape)) for name, values in tensors.items()})
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for block in (head, *map(_memory, tensors.values())):
-            digest.update(block)
-            file.write(block)
-        # The rename of the folder may otherwise reach the disk before the content.
-        file.flush()
-        os.fsync(file.fileno())
-    return digest.hexdigest()
+    return [head, *map(_memory, tensors.values())]
 
 
-def _memory(values: Tensor) -> memoryview | bytes:
+def _memory(values: Tensor) -> Content:
     # Not through numpy: a storage that numpy has exported can never be resized again.
     size = values.nbytes
     return memoryview((ctypes.c_char * size).from_address(values.data_ptr())).cast("B") if size else b""
@@ -89,6 +75,14 @@ def index_entry(rank: int, keys: Iterable[str]) -> bytes:
 def rank_file(rank: int) -> str:
     """Returns the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
+
+
+def local_file(folder: StoredFolder, name: str) -> Path:
+    """Returns the path of a file of a checkpoint; UserError where it cannot be had."""
+    try:
+        return folder.file(name)
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}. Resume from an earlier checkpoint.") from None
 
 
 class RankFile:
@@ -121,7 +115,7 @@ class RankFile:
 
     def read(self, key: str, box: Box) -> Tensor:
         """Returns a part of a stored box, as a view of the file."""
-        stored = _parse_box(key, self.path)
+        stored = _parse_box(key, str(self.path))
         values = self._values(key, stored)
         return values[slices(translate_box(box, stored, full_box(box_shape(stored))))]
 
@@ -147,21 +141,21 @@ class RankFile:
 class ShardedReader:
     """Reader of boxes from the file of `rank`; what that does not have, by the index from the others."""
 
-    def __init__(self, folder: Path, rank: int | None) -> None:
+    def __init__(self, folder: StoredFolder, rank: int | None) -> None:
         self._folder, self._rank = folder, rank
         self._files: dict[int, RankFile] = {}
 
     def file(self, rank: int) -> RankFile:
         """Returns the file of a rank; raises UserError where it cannot be read."""
         if rank not in self._files:
-            self._files[rank] = RankFile(self._folder / rank_file(rank))
+            self._files[rank] = RankFile(local_file(self._folder, rank_file(rank)))
         return self._files[rank]
 
     def fill(self, part: StoredBox) -> None:
         """Reads a box into its memory, from stored boxes that overlap it; UserError where they do not cover it."""
         missing = [part.box]
         for rank, key in self._stored(f"{part.namespace}|{part.tensor}"):
-            box = _parse_box(key, self._folder)
+            box = _parse_box(key, str(self._folder))
             if len(box) == len(part.box):
                 missing = [rest for hole in missing for rest in self._copy(part, hole, rank, key, box)]
             if not missing:
@@ -193,7 +187,7 @@ class ShardedReader:
     @cached_property
     def _index(self) -> dict[str, list[tuple[int, str]]]:
         """(rank, key) of all stored boxes, by `NAMESPACE|TENSOR`."""
-        path = self._folder / INDEX
+        path = local_file(self._folder, INDEX)
         try:
             lines = gzip.decompress(path.read_bytes()).decode().splitlines()
             boxes: dict[str, list[tuple[int, str]]] = defaultdict(list)
@@ -208,11 +202,11 @@ class ShardedReader:
         return boxes
 
 
-def _parse_box(key: str, path: Path) -> Box:
+def _parse_box(key: str, place: str) -> Box:
     text = key.rpartition("|")[2]
     ranges = [_RANGE.fullmatch(part) for part in text.split(",")] if text else []  # the box of a scalar has no text
     if not all(ranges):
         raise UserError(
-            f"{path}: {key!r} has no box such as 0:64,32:64; the checkpoint is damaged. Resume from an earlier one."
+            f"{place}: {key!r} has no box such as 0:64,32:64; the checkpoint is damaged. Resume from an earlier one."
         )
     return tuple((int(match[1]), int(match[2])) for match in ranges if match)

@@ -10,6 +10,7 @@ rows of an engine in its package.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -150,6 +151,9 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
     Refusal(lambda c: c.rollout.mode != "sync" and not (c.rollout.has_servers or c.rollout.num_ranks),
             "rollout.mode={c.rollout.mode}: only engines on separate ranks generate while training computes. Write "
             "rollout.engine=sglang and rollout.num_ranks, or rollout.urls, or rollout.mode=sync."),
+    Refusal(lambda c: c.rollout.fixed_requests is None and c.engine.in_rank,
+            "rollout.max_running_requests=auto: the engine {c.rollout.engine} has no cache of a fixed size, so there "
+            "is nothing to follow. Write a number, or rollout.engine=sglang or vllm."),
     *under(
         "rollout.mode=async", lambda c: c.rollout.mode == "async",
         (lambda c: c.rollout.has_servers and c.rollout.weight_transfer == "disk",
@@ -271,4 +275,13 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
     # An agent has effects outside the job, which cannot be continued: an aborted one begins again.
     Refusal(lambda c: c.rollout.has_agents and c.rollout.partial_rollout,
             "rollout.partial_rollout=true: an agent that was stopped cannot continue. Leave it out."),
+    Refusal(lambda c: len(set(c.rollout.agent_names)) < len(c.rollout.agent_names),
+            "rollout.agent_names: it has a name twice. Leave one out."),
+    # They are names of models in requests, and parts of the names of metrics.
+    Refusal(lambda c: not all(re.fullmatch(r"[\w.:-]+", name) for name in c.rollout.agent_names),
+            "rollout.agent_names: {c.rollout.agent_names} has a name with other characters than letters, digits and "
+            "'_.:-'. Rename it."),
+    Refusal(lambda c: c.rollout.agent_names and set(c.rollout.agent_trained) - set(c.rollout.agent_names),
+            "rollout.agent_trained={c.rollout.agent_trained}: these are agents of rollout.agent_names, which has "
+            "{c.rollout.agent_names}. Correct one of them."),
 )  # fmt: skip

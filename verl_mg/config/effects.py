@@ -52,7 +52,10 @@ MODELS = tuple(
 TRAINED = tuple(name for name in MODELS if name != "reference")
 # Not the reference: its section is kept where a penalty is turned off by its coefficient.
 ROLES = (*(name for name in MODELS if name not in ("actor", "reference")), "teachers")
-AGENTS = "agent_options agent_timeout_s agent_concurrency agent_retries agent_failure_reward agent_trained agent_host"
+AGENTS = (
+    "agent_options agent_timeout_s agent_concurrency agent_retries agent_failure_reward agent_trained agent_names "
+    "agent_host"
+)
 NEEDS = (
     Needs("rollout", "max_turns tool_timeout_s", lambda c: c.rollout.tools, "there are no tools. Set rollout.tools"),
     Needs("rollout", "tool_call_parser reasoning_parser", lambda c: c.rollout.tools or c.rollout.has_agents,

@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 from verl_mg.config.keys import subsection
 from verl_mg.config.section import ConfigSection, RecipeConfig
 from verl_mg.config.tree import Config, tree_for
+from verl_mg.stores.url import ObjectUrl
 
 REQUIRED = "required"
 BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
@@ -184,7 +185,8 @@ def in_words(kind: Any, metadata: Sequence[Any] = ()) -> str:
         return in_words(inner, (*more, *metadata))
     if kind is not None and subsection(kind) and isinstance(kind, type):
         return "section"
-    names = {int: "integer", float: "number", bool: "true or false", str: "text", Path: "path", NoneType: "null"}
+    names = {int: "integer", float: "number", bool: "true or false", str: "text", NoneType: "null"}
+    names |= {Path: "path", ObjectUrl: "URL"}
     if isinstance(kind, type) and kind in names:
         return " ".join([names[kind], *(_bounds(metadata) if kind in (int, float) else ())])
     origin, arguments = get_origin(kind), get_args(kind)

@@ -274,8 +274,10 @@ class RolloutConfig(ConfigSection):
     config.json, generation_config.json, tokenizer and chat template, on every engine."""
     max_new_tokens: PositiveInt = 256
     """Longest response, in tokens, over all turns."""
-    max_running_requests: PositiveInt = 256
-    """Samples that an engine generates at the same time."""
+    max_running_requests: PositiveInt | Literal["auto"] = 256
+    """Samples that an engine generates at the same time. auto: as many as its key-value cache is good for; the number
+    follows the engine's own measure of its cache and of waiting requests, and with `mode: async` so does how far
+    generation runs ahead, within `max_staleness`. Processes start with the engine's own largest number."""
     partial_rollout: bool = False
     """Continue samples that were aborted in the next iteration, instead of discarding them."""
     extra_prompts: int = Field(0, ge=0)
@@ -298,12 +300,12 @@ class RolloutConfig(ConfigSection):
     """Parallel sizes of one engine such as tp8-ep8: tensor (tp), pipeline (pp), expert (ep) parallelism and
     data-parallel attention (adp), in which ep and adp divide the tp ranks. vLLM has no adp, and ep over all tp ranks or
     none."""
-    wire: Literal["cast", "fp8_block", "fp8_channel", "int4"] = "cast"
+    wire: Literal["cast", "fp8_block", "fp8_channel", "mxfp8", "int4"] = "cast"
     """Form in which SGLang engines have their weights, and receive them. cast: the dtype of the model. The others are
     quantized by the ranks that send, and need GPUs; servers of `urls` need `weight_transfer: shards` and the same
     quantization_config. fp8_block: FP8 with a scale for each block of 128 x 128, as DeepSeek-V3. fp8_channel: FP8 with
-    a scale for each row. int4: INT4 with a scale for each 128 of a row, weights only, for dense models and engines of
-    the job."""
+    a scale for each row. mxfp8: FP8 with a power of two for each 32 of a row, for dense models and GPUs from Blackwell
+    on. int4: INT4 with a scale for each 128 of a row, weights only, for dense models and engines of the job."""
     delta: bool = False
     """Send only the elements that the last update has changed, to SGLang engines that keep their weights: with
     `num_ranks` or `sleep: false`, and to servers of `urls` with `weight_transfer: shards` or `disk`, started with the
@@ -393,6 +395,9 @@ class RolloutConfig(ConfigSection):
     agent_trained: list[str] = []
     """Names of models, as agents write them in their requests, whose replies are trained, such as the side of a game
     that learns. []: all replies."""
+    agent_names: list[str] = []
+    """Names of the agents that play a part in a sample, such as [solver, critic]: a request names one of them as its
+    model, and each has its own rows, rewards and group statistics. []: all requests are of one agent."""
     agent_host: str = "127.0.0.1"
     """Address that the agents' endpoint listens on, on a free port. Other machines reach only another address than the
     default, such as that of the node in a cluster."""
@@ -404,6 +409,11 @@ class RolloutConfig(ConfigSection):
     def limits_draws(self) -> bool:
         """Whether tokens are drawn from candidates, not from the whole vocabulary."""
         return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+    @property
+    def fixed_requests(self) -> int | None:
+        """Samples that an engine generates at the same time; None where their number follows the engine's load."""
+        return None if self.max_running_requests == "auto" else self.max_running_requests
 
     @property
     def has_agents(self) -> bool:

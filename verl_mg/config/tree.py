@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, create_model, field_validator
+from pydantic import BeforeValidator, Field, InstanceOf, PlainSerializer, PositiveInt, create_model, field_validator
+from pydantic_core import PydanticCustomError
 
 from verl_mg.config.alarm import AlarmConfig
 from verl_mg.config.data import DataConfig, EvaluationConfig, RewardConfig
@@ -19,6 +20,20 @@ from verl_mg.config.roles import (
     TrainableConfig,
 )
 from verl_mg.config.section import ConfigSection, RecipeConfig
+from verl_mg.stores.url import ObjectUrl
+
+
+def _place(value: Any) -> Any:
+    if not isinstance(value, str | Path | ObjectUrl):
+        raise PydanticCustomError("path_type", "Input should be a path")
+    # A path has one slash where a URL has two.
+    return value if isinstance(value, ObjectUrl) else ObjectUrl.parse(str(value)) or value
+
+
+Place = Annotated[
+    Path | Annotated[InstanceOf[ObjectUrl], PlainSerializer(str, return_type=str)], BeforeValidator(_place)
+]
+"""Local folder, or one of an object store."""
 
 
 class ModelConfig(ConfigSection):
@@ -76,8 +91,10 @@ class MegatronConfig(ConfigSection):
 class JobConfig(ConfigSection):
     """Run folder, length and process supervision."""
 
-    output: Path = Path("runs/job")
-    """Run folder: metrics, samples, checkpoints and the trained model. The same command resumes there."""
+    output: Place = Path("runs/job")
+    """Run folder: metrics, samples, checkpoints and the trained model. The same command resumes there. It is a local
+    folder or one of an S3 bucket, s3://BUCKET/runs/first: address and credentials of the store are in the environment
+    variables of its clients, such as AWS_ENDPOINT_URL and AWS_ACCESS_KEY_ID."""
     iterations: PositiveInt = 100
     """Iterations of the recipe."""
     seed: int = 0
@@ -97,6 +114,11 @@ class JobConfig(ConfigSection):
     dump_on_stall: bool = False
     """Write the stacks of all threads of all ranks, and torch's records of their latest collectives, into the folder
     stalls of the run when the job ends because a rank is lost or no rank makes progress."""
+
+    @property
+    def folder(self) -> Path:
+        """Local folder of the run: `output`, or where a node has its files of a run on an object store."""
+        return self.output.working_folder if isinstance(self.output, ObjectUrl) else self.output
 
 
 class RecordConfig(ConfigSection):

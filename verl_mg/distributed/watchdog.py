@@ -113,7 +113,7 @@ class RankWatchdog:
     def configure(self, job: JobConfig) -> None:
         """Sets timeouts and folder of `stall_dump`, and restarts the count of the stall timeout, never reached at 0."""
         self._heartbeat_timeout, self._stall_timeout = job.heartbeat_timeout_s, job.stall_timeout_s
-        self._dump_folder = job.output / STALLS if job.dump_on_stall else None
+        self._dump_folder = job.folder / STALLS if job.dump_on_stall else None
         self._last_progress_at = time.monotonic()
 
     def watch_progress(self, progress: Callable[[], int]) -> None:

@@ -44,6 +44,12 @@ VERIFIED, GENERATED = "verifications", "generated tokens"
 RUNNING, WAITING, OBSERVED = "running requests", "waiting requests", "observations"
 # Sums over observations: tokens in the key-value cache, and its capacity in tokens.
 USED, CAPACITY = "used cache tokens", "cache capacity tokens"
+# Observations of a cache of which more than the share NEARLY is in use: the next tokens may not fit.
+FULL, NEARLY = "observations of a full cache", 0.95
+# Observations by which the limit of running requests was set (`rollout.request_limit`), sum of the limits then, and the
+# observations in each state.
+LIMITED, LIMIT = "limited observations", "request limits"
+GROWING, HOLDING, SHRINKING = "growing observations", "holding observations", "shrinking observations"
 
 Counts = Mapping[str, int]  # sums over requests and observations, by the names above
 
@@ -187,7 +193,8 @@ class Sample:
 
 def observed_load(running: int, waiting: int, used: int, capacity: int) -> dict[str, int]:
     """Returns the counts of an observation of the load: numbers of requests, and of tokens in the cache."""
-    return {RUNNING: running, WAITING: waiting, USED: used, CAPACITY: capacity, OBSERVED: 1}
+    full = int(used > NEARLY * capacity)
+    return {RUNNING: running, WAITING: waiting, USED: used, CAPACITY: capacity, OBSERVED: 1, FULL: full}
 
 
 def count_metrics(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
@@ -204,6 +211,10 @@ def count_metrics(counts: Iterable[Mapping[str, float]]) -> dict[str, float]:
         "time/engine_running": (RUNNING, OBSERVED),
         "time/engine_waiting": (WAITING, OBSERVED),
         "time/engine_cache_usage": (USED, CAPACITY),
+        "time/engine_limit": (LIMIT, LIMITED),
+        "time/engine_growing": (GROWING, LIMITED),
+        "time/engine_holding": (HOLDING, LIMITED),
+        "time/engine_shrinking": (SHRINKING, LIMITED),
         "time/prompt_cache_hits": (CACHED, PROMPT),
         "time/draft_acceptance": (ACCEPTED, DRAFTED),
         "time/draft_tokens_per_step": (GENERATED, VERIFIED),
@@ -226,6 +237,10 @@ class RolloutEngine(ABC):
 
     def num_queue_slots(self) -> int:
         """Returns how many requests may wait inside the engine, so that a slot is filled as soon as it is free."""
+        return 0
+
+    def num_cache_tokens(self) -> int:
+        """Returns how many tokens the key-value cache has; 0 where the engine has no cache of a fixed size."""
         return 0
 
     @abstractmethod
@@ -277,6 +292,10 @@ class EngineWrapper(RolloutEngine):
     def num_queue_slots(self) -> int:
         """Returns the queue slots of the engine."""
         return self._engine.num_queue_slots()
+
+    def num_cache_tokens(self) -> int:
+        """Returns the size of the engine's cache."""
+        return self._engine.num_cache_tokens()
 
     def abort(self) -> None:
         """Aborts the engine's requests."""

@@ -257,6 +257,14 @@ class EngineHost(ABC):
         """Returns what the started engine computes with, by part."""
 
     @abstractmethod
+    async def size(self) -> dict[str, int]:
+        """Returns the size of the started engine.
+
+        Returns:
+            max_running, the largest number of requests at the same time, and cache_tokens, of the key-value cache.
+        """
+
+    @abstractmethod
     def shutdown(self) -> None:
         """Ends the engine's processes."""
 
@@ -296,7 +304,8 @@ class EngineHost(ABC):
         self._writer = writer
         self._num_ranks += 1
         chosen = await self.chosen()
-        self._send(ready=True, pid=pid, version=self._version, asleep=sorted(self._asleep), chosen=chosen)
+        state: dict[str, Any] = {"version": self._version, "asleep": sorted(self._asleep), "chosen": chosen}
+        self._send(ready=True, pid=pid, size=await self.size(), **state)
         with contextlib.suppress(ConnectionError):
             # Consumes messages, and does not wait for their work: each starts a task. Ends by {"end"} or the stream.
             while line := await reader.readline():

@@ -86,7 +86,7 @@ class EngineOptions:
     layout: EngineLayout
     dtype: torch.dtype
     wire: Wire = "cast"  # form in which the engine has its weights; cast: in `dtype`, whatever config.json says
-    max_running: int  # largest number of requests at the same time
+    max_running: int | None  # largest number of requests at the same time; None: the engine's own default
     max_positions: int  # largest number of tokens of a prompt with its response
     request_timeout: float = 3600.0  # seconds after which a request is aborted, without the others
     keep_cache: bool = False  # whether requests in flight keep keys and values of the old weights in an update
@@ -113,7 +113,7 @@ class EngineOptions:
             layout=EngineLayout.parse(rollout.layout),
             dtype=dtype,
             wire=rollout.wire,
-            max_running=rollout.max_running_requests,
+            max_running=rollout.fixed_requests,
             max_positions=table.config.max_positions,
             request_timeout=rollout.request_timeout_s,
             keep_cache=rollout.keep_kv_cache,
@@ -145,6 +145,11 @@ class EngineOptions:
             "python": python and Path(python),
         }
         return cls(**{**fields, **typed})
+
+    @property
+    def requests_on_cpu(self) -> int:
+        """Number of the longest requests for which an engine on the CPU has a cache, where memory permits it."""
+        return self.max_running or 256
 
     @property
     def dtype_name(self) -> str:

@@ -64,7 +64,7 @@ class ProcessKind:
         if options.routed_experts:
             routed_shape(model)
         return EngineLimits(
-            max_running=options.max_running,
+            max_running=options.max_running or 0,
             max_positions=options.max_positions,
             seeded=self.is_seeded(self.arguments(model, options)),
             reads_text=options.reads_text,

@@ -236,6 +236,7 @@ class ProcessEngine(RequestTracker):
         self._process: EngineProcess | None = None
         self._ports: PortBlock | None = None
         self._asleep: set[str] = set()
+        self._cache_tokens = 0
         self.chosen: dict[str, str] = {}
         """Kernels and sizes of the started engine, by part, as it says itself."""
         self._launcher = launcher
@@ -266,7 +267,7 @@ class ProcessEngine(RequestTracker):
         with contextlib.suppress(ProcessLookupError):  # it has ended since
             self._process = EngineProcess(self.kind.title, self._log, connection, state["pid"])
             self._version, self._asleep, self._is_paused = state["version"], set(state["asleep"]), False
-            self.chosen = state["chosen"]
+            self._set_size(state)
         return self._process is not None
 
     def restart(self) -> None:
@@ -283,9 +284,19 @@ class ProcessEngine(RequestTracker):
         )
         if self._nodes:
             self._nodes.watch(self._process)
-        self.chosen = self._process.wait_until_ready(START_SECONDS)["chosen"]
+        self._set_size(self._process.wait_until_ready(START_SECONDS))
         self._version = -1
         self._asleep, self._is_paused = set(), False
+
+    def _set_size(self, state: Mapping[str, Any]) -> None:
+        """Sets what a started engine says of itself."""
+        self.chosen, self._cache_tokens = state["chosen"], state["size"]["cache_tokens"]
+        if self.options.max_running is None:
+            self._limits = replace(self._limits, max_running=state["size"]["max_running"])
+
+    def num_cache_tokens(self) -> int:
+        """Returns the size of the cache as the engine says it."""
+        return self._cache_tokens
 
     def close(self) -> None:
         """Ends the engine's process, unless ranks leave only to start again with other nodes."""

@@ -32,7 +32,7 @@ ABORT_SECONDS = 10.0  # time limit of an aborted request for returning its parti
 class EngineLimits:
     """Limits and properties of an engine."""
 
-    max_running: int  # largest number of requests at the same time
+    max_running: int  # largest number of requests at the same time; 0: an engine says it when it has started
     max_positions: int  # largest number of tokens of a prompt with its response
     seeded: bool = False  # whether a sample depends only on its seed
     reads_text: bool = False  # whether it has a tokenizer, and can end a response at a string
@@ -216,9 +216,9 @@ class RequestTracker(RolloutEngine):
 
 def routed_shape(model: Path) -> tuple[int, int]:
     """Returns (layers, experts per token) of an engine's routing data; UserError for a model without experts."""
-    from verl_mg.models.hf_config import read_config
+    from verl_mg.models.transformers_module import read_any_config
 
-    config = read_config(model)
+    config = read_any_config(model)
     if config.experts is None:
         raise UserError(f"rollout.replay_routing: {model} has no experts. Set it to false.")
     return config.layers, config.experts.top_k

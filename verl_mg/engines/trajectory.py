@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -16,6 +16,15 @@ NOT_GENERATED = -1  # policy version of tokens that no policy generated, such as
 
 # Largest number of segments of a trajectory: rows of a batch have ids `sample * MAX_SEGMENTS + segment`.
 MAX_SEGMENTS = 1024
+# Above the numbers of all samples. Rows of agents with names, numbered from 0, have trajectory and group ids
+# `agent * MAX_SAMPLES + sample`: for the first agent the same as without names.
+MAX_SAMPLES = 2**40
+Ids = TypeVar("Ids", int, Tensor)
+
+
+def without_agent(ids: Ids) -> Ids:
+    """Returns trajectory ids as ids of episodes, which all agents share, or group ids as ids of the prompts' groups."""
+    return ids % MAX_SAMPLES
 
 
 @dataclass(frozen=True)
@@ -48,6 +57,8 @@ class Segment:
     top: Tensor | None = field(default=None, compare=False)
     """Likeliest tokens in the place of each of the tokens, as in `Sample`: (tokens, 2, k) float32."""
     images: RowImages = ()  # images whose placeholders the tokens have, in their order
+    agent: str = ""
+    """Name of the agent whose replies these are, one of `rollout.agent_names`; "" where agents have no names."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from verl_mg.monitor.status import METRICS, StatusFile
 from verl_mg.run.fetch_models import with_fetched_models
 from verl_mg.run.job_state import restore_actor
 from verl_mg.run.main import on_all_ranks
-from verl_mg.run.run_dir import CHECKPOINTS, CONFIG
+from verl_mg.run.run_dir import CONFIG
+from verl_mg.stores.records import CHECKPOINTS
 
 NAME = "eval"  # name of the command where a run has the name of its recipe
 
@@ -58,7 +59,7 @@ def evaluate(target: Target, config: Config, world: World) -> Report:
     """Evaluates a target and writes the results; all ranks call it together."""
     if config.job.deterministic:
         device.compute_deterministically()
-    checkpoint, output = target.checkpoint(), config.job.output
+    checkpoint, output = target.checkpoint(), config.job.folder
     _open(output, config)
     roles = {"actor", "rollout", "reward"} | ({"frozen_reward_model"} if config.reward.from_model else set())
     with StatusFile(output, NAME, 1, world.rank, world.size) as status:

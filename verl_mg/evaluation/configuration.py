@@ -11,8 +11,10 @@ from typing import Any
 from verl_mg.config import Config, RecipeConfig, apply_override, read_tree, validate_config
 from verl_mg.errors import UserError
 from verl_mg.run.checkpointer import checkpoints_in, newest_intact
-from verl_mg.run.loop import EXPORTS, MODEL
-from verl_mg.run.run_dir import CHECKPOINTS, CONFIG
+from verl_mg.run.run_dir import CONFIG
+from verl_mg.stores.folders import LocalFolders, StoredFolder
+from verl_mg.stores.records import CHECKPOINTS, EXPORTS, MODEL
+from verl_mg.stores.url import require_local
 
 FOR_TRAINING = {
     "": ("algorithm", "critic", "process_reward", "reference", "checkpoint", "tracking", "profile", "record"),
@@ -41,6 +43,7 @@ class Target:
         """Returns the target of a model directory, a name on a hub, RUN or RUN@ITERATION."""
         # Of a run the exported model is used, or else its checkpoint: `model` or `checkpoints`, and with an iteration
         # `export/000012/model` or `checkpoints/000012`.
+        require_local(text, "eval")
         folder, _, number = text.rpartition("@")
         run = Path(text)
         iteration = None
@@ -58,16 +61,16 @@ class Target:
             return Path("runs") / "evaluation" / Path(self.text).name
         return self.run / "evaluation" / ("final" if self.iteration is None else f"{self.iteration:06d}")
 
-    def checkpoint(self) -> Path | None:
+    def checkpoint(self) -> StoredFolder | None:
         """Returns the checkpoint to evaluate, None for a model; all ranks together. UserError without an intact one."""
         if self.model is not None or self.run is None:
             return None
         before = None if self.iteration is None else self.iteration + 1
-        newest = newest_intact(self.run / CHECKPOINTS, before)
+        newest = newest_intact(LocalFolders(self.run / CHECKPOINTS), before)
         if newest and self.iteration in (None, int(newest.name)):
             return newest
         folders = (self.run / CHECKPOINTS, self.run / EXPORTS)
-        written = sorted({int(path.name) for folder in folders for path in checkpoints_in(folder)})
+        written = sorted({int(name) for folder in folders for name in checkpoints_in(LocalFolders(folder))})
         has = f"has iterations {', '.join(map(str, written))}" if written else "has none"
         what = "model" if self.iteration is None else f"intact checkpoint or export of iteration {self.iteration}"
         raise UserError(f"{self.text}: no {what}; the run {has}. Write RUN@ITERATION with one of them.")

@@ -153,6 +153,10 @@ def _resume(job: VerlJob) -> Values:
     return {}
 
 
+def _folder(text: str) -> str:
+    return text if "://" in text else str(Path(text).expanduser())
+
+
 RUN = (
     Row(("aorr.rollout.name",), ("rollout.engine",), _engine,
         "`sglang` or `vllm`, with `rollout.python` where the engine has a separate environment; or `hf`"),
@@ -178,7 +182,7 @@ RUN = (
     Row(("trainer.total_training_steps", "trainer.total_epochs"), ("job.iterations",), _iterations,
         "epochs follow from it"),
     Row(("trainer.default_local_dir",), ("job.output",),
-        lambda job: {"job.output": str(Path(str(job["trainer.default_local_dir"])).expanduser())}),
+        lambda job: {"job.output": _folder(str(job["trainer.default_local_dir"]))}),
     Row(("trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "aorr.actor.checkpoint.save_contents"),
         ("checkpoint.every", "checkpoint.keep", "checkpoint.export_every"), _checkpoints,
         "null keeps all; `hf_model` is `export_every`"),

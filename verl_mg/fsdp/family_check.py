@@ -39,6 +39,7 @@ from verl_mg.fsdp.model import (
     shard_tensors,
 )
 from verl_mg.fsdp.packed_rows import RowsReader
+from verl_mg.fsdp.replay_check import check_replay
 from verl_mg.fsdp.shard_map import ParameterSplit
 from verl_mg.layout import Layout, Placement
 from verl_mg.models.hf_config import other_choice
@@ -141,6 +142,7 @@ class FamilyChecks:
 
     def __init__(self) -> None:
         self._forms: dict[tuple[Path, Head, Placement], Form] = {}
+        self._replays: set[Path] = set()
 
     def form(self, spec: ModelSpec, groups: MeshGroups) -> Form:
         """Returns the form in which the ranks of a placement compute rows; all ranks of the job call it together.
@@ -154,6 +156,18 @@ class FamilyChecks:
                 slow = f"a call for each row, slow for short ones. {other_choice(spec.path)}"
                 log.warning("%s: rows are computed %s; %s", spec.path / "config.json", form.chosen, slow)
         return self._forms[key]
+
+    def check_replay(self, spec: ModelSpec, groups: MeshGroups) -> None:
+        """Checks that a family replays prescribed experts; all ranks of the job call it together, as `form`."""
+        error = ""
+        if spec.path not in self._replays:
+            self._replays.add(spec.path)
+            try:
+                if groups.is_member:
+                    check_replay(FamilyReference(spec.path, spec.head, spec.longest_row))
+            except UserError as failure:
+                error = str(failure)
+        raise_together(error)
 
     def check(self, spec: ModelSpec, groups: MeshGroups) -> Form:
         """Does the same as `form`, without its memory and its warning."""

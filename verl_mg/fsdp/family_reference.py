@@ -75,9 +75,9 @@ class FamilyReference:
             for rows in self.micro_batches:
                 for number in range(len(rows)):
                     # A fresh copy for each row: nothing that it keeps is of another row.
-                    module = copy.deepcopy(self._module)
+                    module = self.fresh_module()
                     with recorded(module, hidden):
-                        output = self._alone(module, rows.row("tokens", number))
+                        output = self.alone(module, rows.row("tokens", number))
                     (output * rows.row("weights", number)[1:].to(output.device)).sum().backward()
                     outputs.append(output.detach())
                     for name, parameter in module.named_parameters():
@@ -99,7 +99,7 @@ class FamilyReference:
         end = len(tokens) * 2 // 3
         changed = torch.cat([tokens[:end], tokens[end:].flip(0)])
         with torch.no_grad(), self._with_user_errors():
-            first, again, other = (self._alone(copy.deepcopy(self._module), row) for row in (tokens, tokens, changed))
+            first, again, other = (self.alone(self.fresh_module(), row) for row in (tokens, tokens, changed))
         bound = TOLERANCE * max(1.0, float(first.abs().max()))
         differences = float((first - again).abs().max()), float((first - other)[: end - 1].abs().max())
         if not first.isfinite().all():
@@ -115,7 +115,7 @@ class FamilyReference:
                 "a model that generates from left to right."
             )
 
-    def _alone(self, module: Any, tokens: Tensor) -> Any:
+    def alone(self, module: Any, tokens: Tensor) -> Any:
         """Returns the log-probs or values of one row, (t - 1,), by the module's own forward."""
         ids = tokens.to(device.current_device())[None]
         options = {"use_cache": False} if takes(module, "use_cache") else {}
@@ -126,6 +126,10 @@ class FamilyReference:
             return values
         logits: Tensor = module(input_ids=ids, **options).logits[0, :-1].float()
         return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+    def fresh_module(self) -> Any:
+        """Returns a copy of the module, with its weights, that has kept nothing of other rows."""
+        return copy.deepcopy(self._module)
 
     @cached_property
     def _module(self) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from verl_mg.fsdp.mesh import MeshGroups, TensorRanks
 from verl_mg.fsdp.output import LogitScale, body_of, read_logit_scale
 from verl_mg.fsdp.packed_rows import NAME as ATTENTION
 from verl_mg.fsdp.packed_rows import ModuleCall, PackedRows
+from verl_mg.fsdp.routing import RoutingReplay
 from verl_mg.fsdp.shard_map import ParameterSplit
 from verl_mg.fsdp.vision import embed_and_run, marks_images, takes_features
 from verl_mg.layout import Layout
@@ -50,9 +52,11 @@ PARTIAL = "replicated_with_grad_allreduce"
 class PackedModule(nn.Module):
     """Model that returns log-probabilities or values of packed rows; logits are never materialized whole."""
 
-    def __init__(self, module: Any, logit_scale: LogitScale | None, ranks: TensorRanks) -> None:
+    def __init__(
+        self, module: Any, logit_scale: LogitScale | None, ranks: TensorRanks, replay: RoutingReplay | None = None
+    ) -> None:
         super().__init__()
-        self.module, self._logit_scale, self._ranks = module, logit_scale, ranks
+        self.module, self._logit_scale, self._ranks, self._replay = module, logit_scale, ranks, replay
 
     def forward(self, micro: MicroBatch[PackedRows], temperature: float, outputs: TokenOutputs = EVERYTHING) -> Tensor:
         """Runs the model: (lines, n) float32 outputs or (1, n) values, the same on all cp and tp ranks."""
@@ -73,10 +77,11 @@ class PackedModule(nn.Module):
             options["packed"] = packed
         if takes(body, "use_cache"):
             options["use_cache"] = False
-        if call.images is not None:
-            return embed_and_run(body, call.images, **options)
-        hidden: Tensor = body(input_ids=call.input_ids, **options).last_hidden_state
-        return hidden
+        with self._replay.of(call.experts) if self._replay else nullcontext():
+            if call.images is not None:
+                return embed_and_run(body, call.images, **options)
+            hidden: Tensor = body(input_ids=call.input_ids, **options).last_hidden_state
+            return hidden
 
     def _logprobs(
         self,
@@ -136,12 +141,13 @@ def module_of(config: Any, model_dir: Path, head: Head, dtype: torch.dtype, is_p
     return module.eval()
 
 
-def recompute_layers(module: Any, where: str) -> None:
+def recompute_layers(module: Any, where: str, replay: RoutingReplay | None = None) -> None:
     """Makes the backward pass compute each layer again, so that nothing of it is kept but its inputs."""
+    contexts = {"context_fn": replay.contexts} if replay else {}
     if not (blocks := layer_blocks(module)):
         raise UserError(f"recompute: transformers names no layers of {where}. Write recompute=false.")
     for block in blocks:
-        checkpoint(block)
+        checkpoint(block, **contexts)
 
 
 def logit_scale_of(module: Any, head: Head, model_dir: Path) -> LogitScale | None:

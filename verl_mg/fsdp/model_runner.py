@@ -34,6 +34,7 @@ from verl_mg.fsdp.model import (
 )
 from verl_mg.fsdp.output import LogitScale
 from verl_mg.fsdp.packed_rows import RowsReader
+from verl_mg.fsdp.routing import RoutingReplay
 from verl_mg.fsdp.shard_map import ParameterSplit, fsdp_shard_map
 from verl_mg.fsdp.vision import ImagePacker
 from verl_mg.models.hf_config import other_choice
@@ -43,6 +44,7 @@ from verl_mg.sharding.model_table import SCORE
 from verl_mg.sharding.module_table import ModuleTable, module_table
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.training.logprobs import OutputHead, VocabularyShard
+from verl_mg.training.microbatch import ROUTED_EXPERTS
 from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.packed_attention import Scores, kernel
 from verl_mg.training.runner import ComputedParameters, Pass, Report, Runner
@@ -84,12 +86,18 @@ class FsdpRunner(Runner):
         self._is_proven = needs_proof(self.table)
         module = build_module(model_dir, head, stored_dtype, is_packed=not self._is_proven)
         check_module_layout(module, groups.layout, where)
-        self.form = (families or FamilyChecks()).form(spec, groups) if self._is_proven else Form(is_packed=True)
+        families = families or FamilyChecks()
+        self.form = families.form(spec, groups) if self._is_proven else Form(is_packed=True)
         if self._is_proven and self.form.is_packed:
             module = build_module(model_dir, head, stored_dtype)
         processor = ImageProcessor.read(model_dir)
         packer = ImagePacker(module, processor) if processor else None
-        self._reader = RowsReader(spec.hidden_offset, self.form.is_packed, packer)
+        replay = None
+        if spec.replays_routing and self.table.config.experts:
+            families.check_replay(spec, groups)
+            replay = RoutingReplay(module, self.table.config.experts.layers, where)
+        replayed = replay.layers if replay else ()
+        self._reader = RowsReader(spec.hidden_offset, self.form.is_packed, packer, replayed)
         scale = logit_scale_of(module, head, model_dir)
         self._head = None if scale is None else output_head(module, scale, self.table)
         whole = self.table.parameter_shards()
@@ -117,9 +125,9 @@ class FsdpRunner(Runner):
         self._shard_map = fsdp_shard_map(whole, splits, groups.ranks, self.table.tensor_index.tensors)
         if self.is_member:
             if spec.recompute:
-                recompute_layers(module, where)
+                recompute_layers(module, where, replay)
             fit_expert_kernels(module)
-            self.packed = PackedModule(module, scale, groups.tensor_ranks)
+            self.packed = PackedModule(module, scale, groups.tensor_ranks, replay)
             shard_over_data(self.packed, groups, spec.fsdp, spec.dtype, apart)
         stored = self._trained_tensors() if spec.from_checkpoint else frozenset()
         self.unrestored = load_directory(self, directories, stored_dtype, stored)
@@ -173,6 +181,11 @@ class FsdpRunner(Runner):
         return frozenset(tensors & {SCORE} if self.spec.lora else tensors - self.table.router_biases - frozen)
 
     def _run(self, work: Pass) -> list[Report]:
+        if not self._reader.replayed and any(ROUTED_EXPERTS in rows for rows in work.micro_batches):
+            raise UserError(
+                f"column {ROUTED_EXPERTS!r}: the replay of {self.spec.path} was not checked. Set "
+                "rollout.replay_routing=true, or leave the column out."
+            )
         packed: Any = self.packed
         reports, place = [], device.current_device()
         prepared = [

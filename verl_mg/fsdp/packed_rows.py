@@ -26,6 +26,7 @@ from verl_mg.fsdp.vision import ImagePacker, PackedImages
 from verl_mg.layout import Stage
 from verl_mg.training.microbatch import MicroBatch, TokenShard, pack_rows, positions_of, token_order
 from verl_mg.training.packed_attention import Scores, Sequences, attend, heads_of_rank, to_heads, to_tokens
+from verl_mg.training.routed_experts import routed_experts
 
 WHOLE = Stage((), is_first=True, is_last=True)  # the only pipeline stage
 
@@ -40,6 +41,7 @@ class ModuleCall:
     input_ids: Tensor  # (1, t) int64
     options: Mapping[str, Any]  # arguments by which a module knows where packed rows begin; none for a single row
     images: PackedImages | None  # images of the rows, for a vision-language module
+    experts: Mapping[int, Tensor] | None = None  # prescribed experts of the tokens by layer, see `RoutingReplay`
 
 
 @dataclass
@@ -78,6 +80,7 @@ class RowsReader:
     hidden_offset: int  # see `ModelSpec`
     is_packed: bool  # whether the module is called for packed rows, or for each row by itself
     packer: ImagePacker | None = None  # for a vision-language module
+    replayed: tuple[int, ...] = ()  # layers for which rows may prescribe experts
 
     def micro_batch(self, rows: Batch, shard: TokenShard, device: torch.device, calls: int) -> MicroBatch[PackedRows]:
         """Packs rows, of which there may be none, for the rank that has a shard of their tokens.
@@ -94,7 +97,8 @@ class RowsReader:
         micro = pack_rows(rows, order, packed, WHOLE, self.hidden_offset, device)
         if self.is_packed:
             images = self.packer.pack(rows, order, shard, device) if self.packer else None
-            packed.calls = (ModuleCall(micro.input_ids, packed.options(), images),)
+            experts = routed_experts(rows, order, shard, self.replayed, device)
+            packed.calls = (ModuleCall(micro.input_ids, packed.options(), images, experts),)
         else:
             packed.calls = tuple(self._each_row(rows, shard, device, calls))
         return micro
@@ -105,7 +109,8 @@ class RowsReader:
             tokens = row["tokens"] if len(row) else FILLER
             order = token_order(row.lengths, shard)
             images = self.packer.pack(row, order, shard, device) if self.packer else None
-            yield ModuleCall(copy_to(device, tokens[None]), {}, images)
+            experts = routed_experts(row, order, shard, self.replayed, device)
+            yield ModuleCall(copy_to(device, tokens[None]), {}, images, experts)
 
 
 NAME = "packed_rows"  # name of the function in `transformers`' registry

@@ -165,8 +165,6 @@ class FsdpBackend(Backend):
             check_mesh(section.parallel_sizes.fit(ranks), spec.fsdp.replicas)
         if isinstance(section, TrainableConfig):
             check_trainable(section, key)
-        if key == "actor" and self._config.rollout.replay_routing:
-            raise UserError("rollout.replay_routing: not with actor.backend=fsdp. Leave it out.")
 
     def build(
         self, spec: ModelSpec, placement: Placement, dynamic_cp: bool, training: Training | None

@@ -12,6 +12,7 @@ from verl_mg.config import Config
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.distributed.launcher import Launcher
+from verl_mg.engines.engine import Sampling
 from verl_mg.engines.engine_attachment import NO_ENGINE, EngineAttachment
 from verl_mg.engines.engine_nodes import FollowingNode, LeadingNode, node_address
 from verl_mg.engines.engine_options import AdapterSettings, EngineNodes, EngineOptions
@@ -54,6 +55,23 @@ def engine_part(placement: EnginePlacement, rank: int, node: int) -> EnginePart 
     return None
 
 
+def training_sampling(config: Config, stop_token_ids: tuple[int, ...], excluded: tuple[int, ...]) -> Sampling:
+    """Returns the sampling of training; a context with an `excluded` token, a placeholder of an image, is invalid."""
+    rollout = config.rollout
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        min_p=rollout.min_p,
+        stop_token_ids=stop_token_ids,
+        stop=tuple(rollout.stop),
+        excluded_token_ids=excluded,
+        returns_support=config.algorithm.support != "full",
+        top_logprobs=config.sampler_top,
+    )
+
+
 def with_stop_strings(decode: Decode, wrap: WrapEngine) -> WrapEngine:
     """Returns a wrapper of engines whose samples end at stop strings."""
     # Outside of the engines, by the text of all tokens of a turn: engines miss a string that the policy writes with
@@ -76,7 +94,8 @@ def build_engine_group(
     """
     rollout, dtype, kind = config.rollout, actor.runner.dtype, ENGINES[config.rollout.engine].process
     if kind is None:
-        slots = rollout.max_running_requests
+        assert rollout.fixed_requests  # `check_engines` has refused another value
+        slots = rollout.fixed_requests
         engine = HFEngine(
             config.model.path, device.current_device(), dtype, slots, False, processor, decode, longest_row
         )
@@ -168,4 +187,4 @@ def part_options(options: EngineOptions, placement: EnginePlacement, part: Engin
 
 def _log(config: Config, part: EnginePart) -> Path:
     suffix = f"-node{part.nodes.rank}" if part.nodes.count > 1 else ""
-    return config.job.output / "engines" / f"{part.number}{suffix}.log"
+    return config.job.folder / "engines" / f"{part.number}{suffix}.log"

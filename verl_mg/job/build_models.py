@@ -147,6 +147,8 @@ class ModelRoleBuilder:
             trained=trainable is not None and self._learns,
             from_checkpoint=trainable is not None and self._from_checkpoint,
             longest_row=self._config.data.max_prompt_tokens + self._config.rollout.max_new_tokens,
+            # Teachers are not given the column: it has experts of the student.
+            replays_routing=self._config.rollout.replay_routing and not role.startswith(f"{TEACHERS}."),
             recompute=trainable.recompute if trainable else False,
             lora=trainable.lora if trainable else None,
             kernels=self._backends[self._section(role).backend].kernels(path, dtype),

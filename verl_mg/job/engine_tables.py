@@ -39,7 +39,7 @@ def with_engine_table(config: Config, table: ModelTable) -> ModelTable:
         return table.with_draft_model()
     if table.traced or table.has_engine_rules:
         return table
-    content, folder = b"", config.job.output / FOLDER
+    content, folder = b"", config.job.folder / FOLDER
     if dist.get_rank() == 0:
         # In the run's folder, so that a resumed run does not trace again.
         path = folder / _file_name(config, kind.process)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from verl_mg.batch import Batch
 from verl_mg.config import Config, EvaluationSetConfig
 from verl_mg.data import Prompt
 from verl_mg.distributed.collectives import all_gather_column
+from verl_mg.engines.trajectory import without_agent
 from verl_mg.errors import UserError
 from verl_mg.job.prompt_scores import PromptResults, Scores, default_ks, prompt_scores
 from verl_mg.roles.reward import NO_ANSWER, PART, RewardRole
@@ -82,11 +84,15 @@ def _evaluation_set(name: str, of_set: EvaluationSetConfig, config: Config) -> E
 
 
 def evaluate(
-    rollout: RolloutSource, reward: RewardRole, prompts: Iterable[Prompt], sets: Sequence[EvaluationSet]
+    rollout: RolloutSource,
+    reward: RewardRole,
+    prompts: Iterable[Prompt],
+    sets: Sequence[EvaluationSet],
+    agent_names: Sequence[str] = (),
 ) -> list[SetResults]:
     """Evaluates the policy; all ranks call it together. Sets with equal sampling are generated at the same time.
 
-    `prompts` are of all sets, each with the name of its set as its source.
+    `prompts` are of all sets, each with the name of its set as its source; `agent_names` is of the job.
     """
     chosen: dict[str, list[Prompt]] = {of_set.name: [] for of_set in sets}
     limits = {of_set.name: of_set.prompts for of_set in sets}
@@ -101,30 +107,45 @@ def evaluate(
         of_call = [prompt for of_set in together for prompt in chosen[of_set.name]]
         batch = rollout.generate_for_eval(of_call, samples, **dict(sampling))
         batch["reward"] = reward.wait(batch)
-        results |= _gather_results(batch)
+        results |= _gather_results(batch, agent_names)
     return [
         SetResults(of_set, chosen[of_set.name], [results[prompt.id] for prompt in chosen[of_set.name]])
         for of_set in sets
     ]
 
 
-def _gather_results(batch: Batch) -> dict[int, PromptResults]:
-    """Gathers the results of all ranks, by prompt; samples are in the order of their ids."""
+def _gather_results(batch: Batch, agent_names: Sequence[str]) -> dict[int, PromptResults]:
+    """Gathers the results of all ranks, by prompt; samples are in the order of their ids.
+
+    A sample of agents with names has their mean reward and the answer of the first, and the parts agent/NAME and
+    agent/NAME/PART.
+    """
     samples = batch.one_per_trajectory()
     columns = [all_gather_column(samples, name).tolist() for name in ("prompt_id", "reward", "answer")]
+    agents = all_gather_column(samples, "agent").tolist() if agent_names else [0] * len(columns[0])
+    episodes = without_agent(all_gather_column(samples, "trajectory")).tolist()
     parts = {
         name.removeprefix(PART): all_gather_column(samples, name).tolist()
         for name in samples.names()
         if name.startswith(PART)
     }
     results: dict[int, PromptResults] = {}
-    for i, (prompt, reward, answer) in enumerate(zip(*columns, strict=True)):
+    rows_of: dict[int, list[int]] = {}
+    for i, episode in enumerate(episodes):
+        rows_of.setdefault(episode, []).append(i)
+    prompts, rewards, answers = columns
+    for rows in rows_of.values():
+        prompt, answer = prompts[rows[0]], answers[rows[0]]
         result = results.setdefault(prompt, PromptResults(prompt, [], [], {}))
-        result.rewards.append(reward)
+        result.rewards.append(fmean(rewards[i] for i in rows))
         result.answers.append(None if answer == NO_ANSWER else str(answer))
-        for part, values in parts.items():
-            if not math.isnan(values[i]):  # the samples of a prompt have the same parts
-                result.parts.setdefault(part, []).append(values[i])
+        for i in rows:
+            agent = f"agent/{agent_names[agents[i]]}" if agent_names else ""
+            if agent:
+                result.parts.setdefault(agent, []).append(rewards[i])
+            for part, values in parts.items():
+                if not math.isnan(values[i]):  # the samples of a prompt have the same parts
+                    result.parts.setdefault(f"{agent}/{part}" if agent else part, []).append(values[i])
     return results
 
 

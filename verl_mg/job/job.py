@@ -47,7 +47,7 @@ from verl_mg.data.images import ImageLimits
 from verl_mg.data.stop_tokens import read_stop_tokens
 from verl_mg.data.template_options import check_options_are_used, set_template_options
 from verl_mg.distributed import collectives
-from verl_mg.engines import RolloutEngine, Sampling
+from verl_mg.engines import RolloutEngine
 from verl_mg.engines.request_tracker import routed_shape
 from verl_mg.engines.stop_strings import decoder
 from verl_mg.errors import UserError
@@ -55,6 +55,7 @@ from verl_mg.job.build_agents import agent_wrapper, turns_wrapper
 from verl_mg.job.build_engines import (
     build_engine_group,
     passed_choices,
+    training_sampling,
     with_stop_strings,
 )
 from verl_mg.job.build_models import TEACHERS, ModelRoleBuilder
@@ -76,7 +77,7 @@ from verl_mg.rollout.groups import StalenessBound
 from verl_mg.rollout.mismatch_check import MismatchCheck
 from verl_mg.rollout.rollout import Rollout, RolloutSetup, RolloutSource
 from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.rows.samples import RolloutRecord
+from verl_mg.rows.samples import OptionalColumns, RolloutRecord
 from verl_mg.training.runner import Runner
 
 log = logging.getLogger(__name__)
@@ -283,8 +284,7 @@ class RunningJob:
         if every is None or not isinstance(reference, Reference):
             return {}
         # Before an iteration, where no role call is pending. Before the first one there was no update.
-        is_due = self.iteration > 1 and (self.iteration - 1) % every == 0
-        if is_due:
+        if is_due := self.iteration > 1 and (self.iteration - 1) % every == 0:
             reference.refresh()
         return {"reference/refreshed": float(is_due)}
 
@@ -361,7 +361,8 @@ class RunningJob:
 
     def evaluate_sets(self) -> list[SetResults]:
         """Evaluates the policy on the sets of `data.test`; all ranks call it together and have all results."""
-        return evaluate(self.rollout, self.reward, self.test_prompts or (), self._sets)
+        names = self.config.rollout.agent_names
+        return evaluate(self.rollout, self.reward, self.test_prompts or (), self._sets, names)
 
     # -- building
 
@@ -431,27 +432,17 @@ class RunningJob:
             for name, source in sources.items()
             if source.reward
         }
-        return RewardRole(scorer, self.sample_texts, self.context, records, model, has_agents, of_sources)
+        names = self.config.rollout.agent_names
+        return RewardRole(scorer, self.sample_texts, self.context, records, model, has_agents, of_sources, names)
 
     def _build_rollout(self, records: list[RolloutRecord], learns: bool) -> Rollout:
         config, model, decode = self.config.rollout, self._model, decoder(self.tokenizer)
         prompts, new_tokens = () if self._evaluates_only else self.prompts, config.max_new_tokens
         longest = longest_row(prompts, {}, new_tokens, model.max_positions)
         of_test = {of_set.name: int(of_set.sampling["max_new_tokens"]) for of_set in self._sets}
-        longest_row(self.test_prompts or (), of_test, new_tokens, model.max_positions)
-        sampling = Sampling(
-            max_new_tokens=config.max_new_tokens,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            top_k=config.top_k,
-            min_p=config.min_p,
-            stop_token_ids=self._stops.ids,
-            stop=tuple(config.stop),
-            returns_support=self.config.algorithm.support != "full",
-            # A context with a placeholder that has no image is invalid, so the policy must not draw one.
-            excluded_token_ids=self.processor.placeholder_ids if self.processor else (),
-            top_logprobs=self.config.sampler_top,
-        )
+        longest_test = longest_row(self.test_prompts or (), of_test, new_tokens, model.max_positions)
+        excluded = self.processor.placeholder_ids if self.processor else ()
+        sampling = training_sampling(self.config, self._stops.ids, excluded)
         if config.has_agents:
             limits = ImageLimits(self.config.data.max_image_pixels, self.config.data.max_images)
             wrap = agent_wrapper(config, self.tokenizer, self._stops.ids, model.max_positions, self.processor, limits)
@@ -463,8 +454,9 @@ class RunningJob:
             self.config, self.actor, self.context, wrap, self.processor, decode, longest or None
         )
         routed = routed_shape(self.config.model.path) if config.replay_routing else None
+        columns = OptionalColumns(routed, agent_names=config.agent_names)
         if learns:
-            self._check = MismatchCheck.of(self.config, self.actor, self.prompts, longest, sampling, routed)
+            self._check = MismatchCheck.of(self.config, self.actor, self.prompts, longest, sampling, columns)
         setup = RolloutSetup(
             sampling=sampling,
             seed=self.config.job.seed,
@@ -472,7 +464,8 @@ class RunningJob:
             prompts=self.prompts,
             records=records,
             reward=self._reward,
-            routed_shape=routed,
+            columns=columns,
+            longest=max(longest, longest_test, 1) if config.fixed_requests is None else None,
             check=self._check,
         )
         if config.mode == "async":

@@ -22,6 +22,7 @@ from verl_mg.megatron.core_version import sharded_linear_weights
 from verl_mg.megatron.multi_token import MultiTokenPrediction, NextTokens, loss_factor
 from verl_mg.megatron.packed_sequences import PackedSequences
 from verl_mg.megatron.process_groups import ParallelGroups
+from verl_mg.megatron.sparse_attention import StageSelections
 from verl_mg.megatron.transformer_config import block_spec, transformer_config
 from verl_mg.models.transformers_module import read_module_config
 from verl_mg.sharding.weight_table import WeightTable
@@ -50,6 +51,7 @@ class PackedModel(GPTModel):
         rows = self.vocab_size // groups.layout.tp
         self.real_rows = max(0, min(rows, weights.config.vocab - self.first_token))
         self.detaches_heads = False
+        self.selections: StageSelections | None = None  # with sparse attention
 
     def _set_attention_backend(self) -> None:
         """Leaves the variables of Transformer Engine's attention as they are, unlike megatron-core."""
@@ -72,9 +74,13 @@ class PackedModel(GPTModel):
         Lines are as of `TokenOutputs.compute`, or values, the same on every context-parallel rank. Where multi-token
         prediction is trained, the last one has its log-probs, 0 for tokens that it does not predict.
         """
-        hidden = super().forward(micro.input_ids, None, None, packed_seq_params=micro.packed)
+        packed, tp = micro.packed, self.pg_collection.tp
+        if self.selections and not self.pre_process:
+            hidden = self.selections.take(self.decoder.input_tensor, self.config.hidden_size, packed, tp)
+            self.decoder.set_input_tensor(hidden)
+        hidden = super().forward(micro.input_ids, None, None, packed_seq_params=packed)
         if not self.post_process:
-            return hidden
+            return self.selections.give(hidden, packed, tp) if self.selections else hidden
         if self.has_value_head:
             local = self._values(hidden, micro)
         else:
@@ -156,6 +162,8 @@ def build_chunks(weights: WeightTable, groups: ParallelGroups, spec: ModelSpec) 
             share_embeddings_and_output_weights=weights.tied,
             vp_stage=stage,
         )
+        if weights.config.indexer:
+            model.selections = StageSelections.of_layers(weights.config.indexer, layers)
         if last and weights.model.multi_token:
             behind = range(weights.config.layers, weights.config.layers + 1)
             (layer,) = block_spec(weights.config, behind, spec.kernels).layer_specs

@@ -41,7 +41,6 @@ from verl_mg.megatron.model import (
 from verl_mg.megatron.multi_token import loss_factor, next_tokens
 from verl_mg.megatron.packed_sequences import PackedSequences, describe_sequences
 from verl_mg.megatron.process_groups import ParallelGroups
-from verl_mg.megatron.routing import replayed_layers, routed_experts
 from verl_mg.megatron.transformer_config import bias_update_rate, chosen_kernels, exchanges_keys, token_multiple
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.models.hf_tensors import with_multi_token_layer
@@ -52,6 +51,7 @@ from verl_mg.sharding.weight_table import SCORE, WeightTable, weight_table
 from verl_mg.training.logprobs import OutputHead, VocabularyShard
 from verl_mg.training.microbatch import SHARED_TOKENS, SHARED_WITH, MicroBatch, SharedTokens, pack_rows, token_order
 from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.routed_experts import replayed_layers, routed_experts
 from verl_mg.training.runner import Pass, Report, Runner
 from verl_mg.training.storages import storages
 from verl_mg.training.weights import load_directory

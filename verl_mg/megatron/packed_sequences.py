@@ -108,7 +108,7 @@ class PackedSequences(Sequences, PackedSeqParams):
     zigzag: bool = False
     """Whether a rank has two chunks of each sequence, see `token_order`, and not T / cp neighbouring tokens."""
     selected: dict[int, Tensor] = field(default_factory=dict)
-    """(T, bytes) uint8, keys that the tokens attend to in each layer with sparse attention, by its number from 1, see
+    """(T, bytes) uint8, keys that the tokens attend to, by the index of the layer that selected them, see
     `selected_bits`; empty where they attend to all. A recomputed layer reads it again."""
 
     def keep(self, local: Tensor) -> None:

@@ -10,7 +10,8 @@ the indexer's weights are frozen.
 
 Each tensor-parallel and context-parallel rank selects for its own T / (cp * tp) tokens; keys are gathered before and
 selections after, as one bit for each key of the longest sequence. Scores exist for a few queries at a time. Attention
-itself is computed with a mask, and takes as long as attention to all keys.
+itself is computed with a mask, and takes as long as attention to all keys. Where layers share a selection (GLM-5.2), it
+travels with the hidden states to the next pipeline stages, see `StageSelections`.
 
 Not megatron-core's module (new in 0.19), which needs a kernel for the rotation of queries and keys, and cuts each
 sequence among context-parallel ranks. The rotation is orthogonal, so scores are the same without it.
@@ -18,6 +19,7 @@ sequence among context-parallel ranks. The rotation is orthogonal, so scores are
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,12 +148,57 @@ def _gathered(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return whole
 
 
+@dataclass(frozen=True)
+class StageSelections:
+    """Selections that cross the bounds of a pipeline chunk with the hidden states of its tokens.
+
+    The bits of a token's selection follow its hidden state as more elements of the same type:
+
+        (t, 1, h) hidden states, (t, bytes) bits   ->   (t, 1, h + bytes / element size)
+    """
+
+    top_k: int
+    received: int | None = None  # layer on an earlier chunk whose selection the first layer shares
+    sent: int | None = None  # layer, here or on an earlier chunk, whose selection the next chunk's first layer shares
+
+    @classmethod
+    def of_layers(cls, indexer: IndexerConfig, layers: range) -> StageSelections:
+        """Returns the selections that the chunk with neighbouring layers receives and sends."""
+        return cls(indexer.top_k, indexer.shared(layers.start), indexer.shared(layers.stop))
+
+    def take(self, received: Tensor, hidden_size: int, packed: PackedSequences, tp: dist.ProcessGroup) -> Tensor:
+        """Leaves a received selection in the description of the sequences, and returns the hidden states (t, 1, h)."""
+        if self.received is None or packed.max_seqlen_kv <= self.top_k:
+            return received
+        hidden, behind = received.tensor_split([hidden_size], dim=-1)
+        bits = behind.detach().squeeze(1).contiguous().view(torch.uint8)[:, : -(-packed.max_seqlen_kv // 8)]
+        assert packed.cp_group is not None
+        packed.selected[self.received] = _gathered(_gathered(bits, tp), packed.cp_group)
+        return hidden
+
+    def give(self, hidden: Tensor, packed: PackedSequences, tp: dist.ProcessGroup) -> Tensor:
+        """Appends the selection of this rank's tokens to their hidden states (t, 1, h), where one is sent."""
+        if self.sent is None or packed.max_seqlen_kv <= self.top_k:
+            return hidden
+        assert packed.cp_group is not None
+        first = (packed.cp_group.rank() * tp.size() + tp.rank()) * len(hidden)
+        bits = packed.selected[self.sent][first : first + len(hidden)]
+        whole = F.pad(bits, (0, -bits.shape[1] % hidden.element_size()))
+        return torch.cat([hidden, whole.view(hidden.dtype)[:, None]], dim=-1)
+
+
 class SparseLatentAttention(MultiLatentAttention):
-    """Multi-head latent attention with an indexer, which leaves its selection in the description of the sequences."""
+    """Multi-head latent attention whose indexer leaves its selection in the description of the sequences.
+
+    A layer without an indexer attends to the keys that an earlier one selected, whose selection is there already.
+    """
 
     def __init__(self, *arguments: Any, indexer: IndexerConfig, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.indexer = Indexer(self.config, indexer, self.config.q_lora_rank)
+        self.layer = self.layer_number - 1
+        self.indexer = None
+        if indexer.has_indexer(self.layer):
+            self.indexer = Indexer(self.config, indexer, self.config.q_lora_rank)
 
     def get_query_key_value_tensors(
         self,
@@ -165,21 +212,21 @@ class SparseLatentAttention(MultiLatentAttention):
         projected = super().get_query_key_value_tensors(hidden_states)
         packed, q_latent = packed_seq_params, projected[3]
         assert packed is not None
-        if packed.max_seqlen_kv > self.indexer.sizes.top_k and self.layer_number not in packed.selected:
+        if self.indexer and packed.max_seqlen_kv > self.indexer.sizes.top_k and self.layer not in packed.selected:
             # Once for a micro-batch: a recomputed layer attends to the same keys again.
             selected = self.indexer(hidden_states.squeeze(1), q_latent.squeeze(1), packed, self.pg_collection.tp)
-            packed.selected[self.layer_number] = selected
+            packed.selected[self.layer] = selected
         return projected
 
 
 class PackedSparseMLA(PackedMLA):
-    """Packed latent attention to the keys that `SparseLatentAttention` has selected."""
+    """Packed latent attention to the keys that the layer `source` has selected, see `SparseLatentAttention`."""
 
     kind = "sparse attention"
 
-    def __init__(self, *arguments: Any, layer_number: int, **options: Any) -> None:
+    def __init__(self, *arguments: Any, source: int, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.layer_number = layer_number
+        self.source = source
 
     def chosen(self) -> Choice:
         """Returns what computes attention to selected keys, and what rows so short that all keys are selected."""
@@ -190,9 +237,9 @@ class PackedSparseMLA(PackedMLA):
         return Choice(part, f"{selected} under the selected keys; short rows by {of_short_rows}", warning)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
-        if self.layer_number not in packed.selected:
+        if self.source not in packed.selected:
             return super()._attend(query, key, value, packed)
-        return attend_to_selected(query, key, value, packed, packed.selected[self.layer_number], self.scale)
+        return attend_to_selected(query, key, value, packed, packed.selected[self.source], self.scale)
 
 
 def attend_to_selected(

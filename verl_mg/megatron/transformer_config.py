@@ -283,6 +283,7 @@ def _layer_spec(c: HFConfig, number: int) -> ModuleSpec:
             parts.self_attention.module = SparseLatentAttention
             parts.self_attention.params = parts.self_attention.params | {"indexer": c.indexer}
             attention.core_attention.module = PackedSparseMLA
+            attention.core_attention.params["source"] = c.indexer.sources[number]
     elif c.linear and c.has_linear_attention(number):
         parts.self_attention = linear_attention_spec(c.linear)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from verl_mg.errors import UserError
@@ -90,21 +91,38 @@ class IndexerConfig:
     top_k: int  # keys that a query attends to at most
     interleaved: bool
     """Whether the two elements that are rotated together are neighbours; otherwise they are half the width apart."""
+    sources: tuple[int, ...]
+    """For each layer, the one whose indexer selects its keys (IndexCache, arXiv:2603.12201): itself, or the last one
+    before it that has an indexer."""
+
+    def has_indexer(self, layer: int) -> bool:
+        """Returns whether a layer has an indexer; others attend to the keys that an earlier one selected."""
+        return self.sources[layer] == layer
+
+    def shared(self, layer: int) -> int | None:
+        """Returns the earlier layer whose selection a layer shares; None where it has an indexer, or does not exist."""
+        return None if layer >= len(self.sources) or self.has_indexer(layer) else self.sources[layer]
 
 
 def parse_indexer(raw: dict[str, Any], layers: int, where: str) -> IndexerConfig:
-    """Parses the fields of sparse attention; UserError where layers share a selection or queries have no low rank."""
+    """Parses the fields of sparse attention; UserError where the first layer has no indexer or queries no low rank."""
     interleaved = raw["model_type"] == "glm_moe_dsa"
     if bool(raw.get("indexer_rope_interleave")) != interleaved:
         raise UserError(
             f"{where}: indexer_rope_interleave={raw.get('indexer_rope_interleave')} is not that of model_type "
             f"{raw['model_type']!r} in transformers. Write {str(interleaved).lower()}."
         )
-    # A shared selection would have to cross pipeline stages.
-    if _shares_selections(raw, layers):
+    kinds = _indexer_kinds(raw, layers)
+    if len(kinds) < layers or not {"full", "shared"}.issuperset(kinds) or kinds[0] == "shared":
+        raise UserError(
+            f"{where}: indexer_types, index_topk_pattern or index_topk_freq make the layers {kinds}. Write 'full' or "
+            f"'shared' for each of the {layers} layers, and 'full' for the first."
+        )
+    if not interleaved and "shared" in kinds:
         raise UserError(
             f"{where}: layers that attend to the keys that an earlier layer selected (index_topk_freq, "
-            "index_topk_pattern or indexer_types) are not supported. Use a model whose layers each have an indexer."
+            f"index_topk_pattern or indexer_types) are not supported for model_type {raw['model_type']!r}. Leave the "
+            "field out."
         )
     if not raw.get("q_lora_rank"):
         raise UserError(f"{where}: q_lora_rank is missing, which the indexer needs. Use the model's own config.json.")
@@ -113,6 +131,7 @@ def parse_indexer(raw: dict[str, Any], layers: int, where: str) -> IndexerConfig
         head_dim=int(raw["index_head_dim"]),
         top_k=int(raw["index_topk"]),
         interleaved=interleaved,
+        sources=tuple(accumulate(range(layers), lambda last, layer: layer if kinds[layer] == "full" else last)),
     )
     if indexer.head_dim < int(raw["qk_rope_head_dim"]):
         raise UserError(
@@ -122,9 +141,11 @@ def parse_indexer(raw: dict[str, Any], layers: int, where: str) -> IndexerConfig
     return indexer
 
 
-def _shares_selections(raw: dict[str, Any], layers: int) -> bool:
-    # Some layer has no indexer (IndexCache, arXiv:2603.12201), for transformers or for engines.
-    pattern: Sequence[str] = raw.get("index_topk_pattern") or ()
+def _indexer_kinds(raw: dict[str, Any], layers: int) -> list[str]:
+    """Returns for each layer whether it has an indexer, "full", or not, "shared", as transformers and SGLang do."""
+    if (named := raw.get("indexer_types")) is not None:
+        return list(named)
+    if (pattern := raw.get("index_topk_pattern")) is not None:
+        return [{"F": "full", "S": "shared"}.get(kind, kind) for kind in pattern]
     frequency, offset = int(raw.get("index_topk_freq") or 1), int(raw.get("index_skip_topk_offset") or 2)
-    by_frequency = not pattern and any(max(layer - offset + 1, 0) % frequency for layer in range(layers))
-    return by_frequency or not {"F", "full"}.issuperset([*pattern, *(raw.get("indexer_types") or ())])
+    return ["shared" if max(layer - offset + 1, 0) % frequency else "full" for layer in range(layers)]

@@ -91,7 +91,8 @@ def _attention_elements(config: HFConfig) -> tuple[int, int]:
     down += config.hidden * (latent.q_rank or config.heads * key)
     if config.indexer:
         index = config.indexer
-        down += index.heads * index.head_dim * latent.q_rank + config.hidden * (index.head_dim + index.heads)
+        elements = index.heads * index.head_dim * latent.q_rank + config.hidden * (index.head_dim + index.heads)
+        down += elements * len(set(index.sources)) // config.layers  # on average: some layers share a selection
     return up + down + config.heads * latent.v_dim * config.hidden, up
 
 

@@ -142,6 +142,10 @@ class HFConfig:
         """Returns whether layer number `layer` (from 0) has linear attention."""
         return self.linear is not None and layer in self.linear.layers
 
+    def has_indexer(self, layer: int) -> bool:
+        """Returns whether layer number `layer` (from 0) selects keys; others share a selection, or attend to all."""
+        return self.indexer is not None and self.indexer.has_indexer(layer)
+
     @property
     def with_vision(self) -> bool:
         """Whether it is the language model of a vision-language model."""

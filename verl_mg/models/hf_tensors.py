@@ -51,7 +51,7 @@ QWEN_PARTS = frozenset({"fc", "layers", "norm", "pre_fc_norm_embedding", "pre_fc
 def model_spec(c: HFConfig) -> ModelSpec:
     """Returns the tensors of a model's checkpoint."""
     embedding = TensorSpec(c.prefix + "embed_tokens.weight", (c.vocab, c.hidden))
-    kinds = [(c.has_experts(layer), c.has_linear_attention(layer)) for layer in range(c.layers)]
+    kinds = [(c.has_experts(layer), c.has_linear_attention(layer), c.has_indexer(layer)) for layer in range(c.layers)]
     prefix = c.prefix + LAYER.removeprefix("model.")
     # One specification for each kind of layer: names have {layer} as placeholder.
     layers = {kind: _renamed(_layer(c, *kind), LAYER, prefix) for kind in set(kinds)}
@@ -91,13 +91,15 @@ def _renamed(spec: Any, prefix: str, other: str) -> Any:
     return replace(spec, **{field.name: _renamed(getattr(spec, field.name), prefix, other) for field in fields(spec)})
 
 
-def _layer(c: HFConfig, with_experts: bool, with_linear_attention: bool) -> LayerSpec:
+def _layer(c: HFConfig, with_experts: bool, with_linear_attention: bool, with_indexer: bool = False) -> LayerSpec:
     def norm(name: str) -> TensorSpec:
         return TensorSpec(f"{LAYER}{name}_layernorm.weight", (c.hidden,))
 
     return LayerSpec(
         input_norm=norm("input"),
-        attention=_linear_attention(c.hidden, c.linear) if c.linear and with_linear_attention else _attention(c),
+        attention=_linear_attention(c.hidden, c.linear)
+        if c.linear and with_linear_attention
+        else _attention(c, with_indexer),
         after_attention_norm=norm("post_attention") if c.sandwich_norms else None,
         mlp_norm=norm("pre_feedforward" if c.sandwich_norms else "post_attention"),
         mlp=_experts(c, c.experts) if with_experts and c.experts else _mlp(FEED_FORWARD, c.hidden, c.ffn),
@@ -105,8 +107,8 @@ def _layer(c: HFConfig, with_experts: bool, with_linear_attention: bool) -> Laye
     )
 
 
-def _attention(c: HFConfig) -> GroupedAttention | LatentAttention:
-    return _latent_attention(c, c.latent) if c.latent else _grouped_attention(c)
+def _attention(c: HFConfig, with_indexer: bool) -> GroupedAttention | LatentAttention:
+    return _latent_attention(c, c.latent, c.indexer if with_indexer else None) if c.latent else _grouped_attention(c)
 
 
 def _grouped_attention(c: HFConfig) -> GroupedAttention:
@@ -130,7 +132,7 @@ def _grouped_attention(c: HFConfig) -> GroupedAttention:
     )
 
 
-def _latent_attention(c: HFConfig, latent: LatentConfig) -> LatentAttention:
+def _latent_attention(c: HFConfig, latent: LatentConfig, indexer: IndexerConfig | None) -> LatentAttention:
     def tensor(name: str, *shape: int) -> TensorSpec:
         return TensorSpec(f"{ATTENTION}{name}.weight", shape)
 
@@ -143,7 +145,7 @@ def _latent_attention(c: HFConfig, latent: LatentConfig) -> LatentAttention:
         kv_norm=tensor("kv_a_layernorm", latent.kv_rank),
         kv_up=tensor("kv_b_proj", c.heads * (latent.qk_nope_head_dim + latent.v_dim), latent.kv_rank),
         out=tensor("o_proj", c.hidden, c.heads * latent.v_dim),
-        indexer=_indexer(c.hidden, latent, c.indexer) if c.indexer else None,
+        indexer=_indexer(c.hidden, latent, indexer) if indexer else None,
     )
 
 

@@ -57,6 +57,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "logits_scaling": 2.0,
     },
     "olmo2": {"attention_bias": False},
+    "granitemoe": {"attention_bias": False, "embedding_multiplier": 2.0, "logits_scaling": 2.0},
     "phi3": {},
     "gpt2": {"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt_oss": {},
@@ -65,7 +66,7 @@ SPARSE = ("deepseek_v32", "glm_moe_dsa")
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", *SPARSE)
 WITH_SHARED_EXPERTS = (*LATENT, "glm4_moe")
 # Architectures without dense layers, whose experts have the width of the model's field `intermediate_size`.
-WIDE_EXPERTS = ("mixtral", "gpt_oss", "minimax_m2")
+WIDE_EXPERTS = ("mixtral", "gpt_oss", "minimax_m2", "granitemoe")
 LINEAR = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 COUNT_OF_EXPERTS = {
     **dict.fromkeys(("qwen3_moe", "qwen3_next", "qwen3_5_moe_text"), "num_experts"),

@@ -190,8 +190,9 @@ def _distinct_tokens(batch: Batch) -> int:
     return batch.total_tokens - (int(batch["prefix_length"].sum()) if "prefix_length" in batch else 0)
 
 
-def rollout_metrics(batches: Sequence[Batch], version: int) -> dict[str, float]:
-    """Computes means over all samples of all ranks; staleness in optimizer steps before `version`, which is trained."""
+def rollout_metrics(batches: Sequence[Batch], version: int, agent_names: Sequence[str] = ()) -> dict[str, float]:
+    """Computes means over all samples of all ranks, a sample of each agent with a name counting for itself; staleness
+    in optimizer steps before `version`, which is trained."""
     sums = sum_over_ranks([_sums(batch, version) for batch in batches])
     if not sums.get("samples"):
         return {}
@@ -210,6 +211,9 @@ def rollout_metrics(batches: Sequence[Batch], version: int) -> dict[str, float]:
         if name.startswith("reward."):
             # Not every reward has every part: the mean is over those that have it.
             metrics[f"reward/{name.removeprefix('reward.')}"] = sums[name] / max(sums[f"count.{name}"], 1.0)
+    for number, name in enumerate(agent_names):
+        if count := sums.get(f"samples of agent {number}"):
+            metrics[f"reward/agent/{name}"] = sums[f"reward of agent {number}"] / count
     return metrics
 
 
@@ -228,6 +232,12 @@ def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
         sums |= {"reward": reward.sum(), "reward_squared": reward.square().sum()}
         for name in (name for name in batch.names() if name.startswith("reward.")):
             sums |= {name: samples[name].double().nansum(), f"count.{name}": (~samples[name].isnan()).sum()}
+        for number in samples["agent"].unique().tolist() if "agent" in batch else ():
+            of_agent = reward[samples["agent"] == number]
+            sums |= {
+                f"reward of agent {number}": of_agent.sum(),
+                f"samples of agent {number}": torch.tensor(len(of_agent)),
+            }
     return sums
 
 

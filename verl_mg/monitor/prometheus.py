@@ -84,7 +84,7 @@ class PrometheusEndpoint:
     def __init__(self, config: Config, recipe: str, status: StatusFile, world: World) -> None:
         self._host, self._port = config.tracking.prometheus_host, config.tracking.prometheus_port
         self._serves = self._port is not None and world.rank == 0
-        self._file = config.job.output / TARGETS
+        self._file = config.job.folder / TARGETS
         self._run, self._recipe, self._status, self._world = run_name(config), recipe, status, world
         self._latest: Mapping[str, float] = {}
         self._logged_at: float | None = None

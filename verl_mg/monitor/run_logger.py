@@ -230,7 +230,7 @@ class RunLogger:
 
     def __init__(self, recipe: str, job: RunningJob, status: StatusFile, first: int, endpoint: Tracker) -> None:
         config, rank = job.config, dist.get_rank()
-        self._job, self._output, self._status = job, config.job.output, status
+        self._job, self._output, self._status = job, config.job.folder, status
         if rank == 0:
             _warn_dropped_prompts(job)
         first_step = first if first > 1 else 0  # a new run also logs step 0, the evaluation before training
@@ -259,7 +259,8 @@ class RunLogger:
         produced = self._job.rollout.train_batches if self._samples else []
         if self._samples:
             with self._job.timer("logging"):
-                metrics = rollout_metrics(produced, self._version) | self._job.rollout.metrics
+                metrics = rollout_metrics(produced, self._version, self._job.config.rollout.agent_names)
+                metrics |= self._job.rollout.metrics
                 metrics |= mismatch_metrics(self._job.actor.trained_batches)
                 for batch in produced:
                     metrics |= self._job.observe(batch)
@@ -296,9 +297,10 @@ class RunLogger:
             self._alarms.close()
         if dist.get_rank() == 0:
             curve = plot_reward_curve(self._output / METRICS, self._output / CURVE)
-            pictures = f", curve {curve}, samples {self._output / SAMPLES}" if curve else ""
+            place = self._job.config.job.output
+            pictures = f", curve {place / CURVE}, samples {place / SAMPLES}" if curve else ""
             print(summary(read_lines(self._output / METRICS)), phases, sep="\n")
-            print(f"metrics {self._output / METRICS}{pictures}", flush=True)
+            print(f"metrics {place / METRICS}{pictures}", flush=True)
 
 
 def sample_table(batches: Sequence[Batch], limit: int, iteration: int, texts: SampleTexts) -> SampleTable | None:
@@ -327,7 +329,7 @@ def _sample_writer(job: RunningJob, recipe: str) -> SampleWriter:
     # One rank reads the files, which may be on a file system that all ranks share.
     model = broadcast_json(fingerprint(config.model.path) if dist.get_rank() == 0 else None)
     about = FileMetadata(recipe, model, dist.get_world_size())
-    folder, limit = config.job.output / SAMPLES, config.record.samples_per_rank
+    folder, limit = config.job.folder / SAMPLES, config.record.samples_per_rank
     return SampleWriter(folder, dist.get_rank(), about, job.sample_texts, limit)
 
 

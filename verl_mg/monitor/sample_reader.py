@@ -13,6 +13,7 @@ from pyarrow import ArrowException, compute, parquet
 from torch import Tensor
 
 from verl_mg.batch import Batch, ColumnKind
+from verl_mg.engines.trajectory import without_agent
 from verl_mg.errors import UserError
 from verl_mg.monitor.sample_schema import COLUMN as IMAGES
 from verl_mg.monitor.sample_schema import (
@@ -84,7 +85,8 @@ class SampleReader:
             batch["trajectory"] = batch["sample_id"]
         elif CONVERSATION in table.column_names:
             texts = table.filter(compute.is_valid(table[CONVERSATION]))
-            conversations = dict(zip(texts["trajectory"].to_pylist(), texts[CONVERSATION].to_pylist(), strict=True))
+            episodes = map(without_agent, texts["trajectory"].to_pylist())
+            conversations = dict(zip(episodes, texts[CONVERSATION].to_pylist(), strict=True))
         return GeneratedRows(batch, conversations)
 
     def _metadata_of_ranks(self, iteration: int) -> list[FileMetadata]:
@@ -141,8 +143,9 @@ class SampleReader:
         for rank in range(num_files):
             table = parquet.read_table(file_of(folder, rank), columns=["group"], filters=[("call", "==", call)])
             numbers |= set(table["group"].unique().to_pylist())
-        groups, rank, world_size = sorted(numbers), dist.get_rank(), dist.get_world_size()
-        return groups[rank * len(groups) // world_size : (rank + 1) * len(groups) // world_size]
+        groups, rank, world_size = sorted(set(map(without_agent, numbers))), dist.get_rank(), dist.get_world_size()
+        share = groups[rank * len(groups) // world_size : (rank + 1) * len(groups) // world_size]
+        return [number for number in numbers if without_agent(number) in share]
 
 
 def _unreadable(path: Path, error: Exception) -> UserError:

@@ -44,7 +44,7 @@ TOKENS = {"tokens": pa.int32(), "loss_mask": pa.bool_(), "policy_versions": pa.i
 """Token columns of every batch."""
 TEXTS = ("prompt", "response", "answer", "source", "finish")  # text columns of every file
 CONVERSATION = "conversation"
-"""Text column with the conversation of an agent as JSON, in the first row of each trajectory; null in others and
+"""Text column with the conversation of an agent as JSON, in the first row of each episode; null in others and
 without agents. `rows.samples.conversation_of` makes it."""
 PARTS = pa.map_(pa.string(), pa.float32())  # type of the column `parts`: the parts of the reward by name
 TURNS = pa.list_(pa.struct([("by", pa.string()), ("start", pa.int32()), ("end", pa.int32())]))

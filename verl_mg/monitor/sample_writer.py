@@ -24,6 +24,7 @@ from pyarrow import parquet
 from torch import Tensor
 
 from verl_mg.batch import SUPPORT_SIZES, Batch, ColumnKind
+from verl_mg.engines.trajectory import without_agent
 from verl_mg.jsonl import replacing
 from verl_mg.monitor.sample_schema import COLUMN as IMAGES
 from verl_mg.monitor.sample_schema import (
@@ -109,9 +110,12 @@ class SampleWriter:
         remaining = num_rows if self._limit is None else self._limit
         with parquet.ParquetWriter(file, file_schema, compression="zstd") as writer:
             for call, (record, others) in enumerate(zip(records, columns, strict=True)):
-                # The limit counts trajectories, so that no sample of an agent is recorded in part.
-                written = (record.batch.trajectory_index < remaining).nonzero().flatten()
-                remaining -= len(record.batch.first_rows)
+                # The limit counts episodes, so that no sample of agents is recorded in part.
+                numbers: dict[int, int] = {}
+                episodes = without_agent(record.batch["trajectory"]).tolist()
+                places = torch.tensor([numbers.setdefault(episode, len(numbers)) for episode in episodes])
+                written = (places < remaining).nonzero().flatten()
+                remaining -= len(numbers)
                 for index in written.split(ROWS_PER_TABLE) if len(written) else ():
                     writer.write_table(self._table(file_schema, iteration, call, record, others, index))
 
@@ -246,11 +250,14 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _conversations(record: RolloutRecord, index: Tensor) -> list[str | None]:
-    """Returns the conversation of each of some rows that is the first of its trajectory."""
+    """Returns the conversation of each of some rows that is the first of its episode."""
     if not record.conversations:
         return [None] * len(index)
-    first, trajectories = set(record.batch.first_rows.tolist()), record.batch["trajectory"].tolist()
-    return [record.conversations.get(trajectories[row]) if row in first else None for row in index.tolist()]
+    first: dict[int, int] = {}
+    episodes = without_agent(record.batch["trajectory"]).tolist()
+    for row in record.batch["sample_id"].argsort().tolist():
+        first.setdefault(episodes[row], row)
+    return [record.conversations.get(episodes[row]) if row == first[episodes[row]] else None for row in index.tolist()]
 
 
 # -- arrays

@@ -61,7 +61,7 @@ def plan_request(config: Config, roles: set[str]) -> PlanRequest:
         "epochs": getattr(algorithm, "num_epochs", 1),
         "rollout_ranks": rollout.num_ranks,
         "memory_fraction": rollout.memory_fraction,
-        "max_running_requests": rollout.max_running_requests,
+        "max_running_requests": rollout.fixed_requests or 0,  # 0: what fits
         "role_ranks": parse_ranks(actor.ranks) if actor.ranks else (),
         "offload": actor.offload,
         "sleep": rollout.sleep,

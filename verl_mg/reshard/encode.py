@@ -262,8 +262,8 @@ def check_engine_blocks(table: ModelTable, target: ShardMap, encoding: Encoding,
     """Raises a UserError where engines cannot have such weights, or a layout cuts a block or a tile of a rank."""
     if encoding.tile and (table.config.experts or table.config.latent):
         raise UserError(
-            "rollout.wire=int4: the engine stores experts and latent attention in other forms than shards of INT4, and "
-            f"{table.config.architecture} has them. Write rollout.wire=fp8_block or fp8_channel."
+            f"rollout.wire={encoding.wire}: the engine stores experts and latent attention in other forms than these "
+            f"shards, and {table.config.architecture} has them. Write rollout.wire=fp8_block or fp8_channel."
         )
     encoded = encoded_maps(table, target, target, encoding).target
     for rank in ranks:
@@ -279,7 +279,7 @@ def check_engine_blocks(table: ModelTable, target: ShardMap, encoding: Encoding,
                 if rows % height or columns % width:
                     raise UserError(
                         f"{name}: a rank of the engine has {rows} x {columns} of it, and the kernel for "
-                        f"rollout.wire=int4 needs multiples of {height} x {width}. Choose a smaller tp in "
+                        f"rollout.wire={encoding.wire} needs multiples of {height} x {width}. Choose a smaller tp in "
                         "rollout.layout, or rollout.wire=cast."
                     )
 

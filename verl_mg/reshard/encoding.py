@@ -2,6 +2,7 @@
 
     fp8_block     float8_e4m3fn, a float32 scale for each block of 128 x 128: `weight`, `weight_scale_inv`
     fp8_channel   float8_e4m3fn, a float32 scale for each row: `weight`, `weight_scale`
+    mxfp8         float8_e4m3fn, a power of two for each 32 of a row, as E8M0 in uint8: `weight`, `weight_scale_inv`
     int4          8 integers of a row in an int32, a scale for each 128 of a row: `weight_packed`, `weight_scale`
 
 Once the largest magnitude of a block is known, each of its elements is quantized by itself. So a rank can quantize any
@@ -10,6 +11,7 @@ part of a block, with the same values as if it had the whole tensor.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal
@@ -21,7 +23,7 @@ from torch.nn.functional import pad
 from verl_mg.errors import UserError
 from verl_mg.sharding.boxes import BlockSize, Box, scale_grid
 
-Wire = Literal["cast", "fp8_block", "fp8_channel", "int4"]
+Wire = Literal["cast", "fp8_block", "fp8_channel", "mxfp8", "int4"]
 """Form in which the weights of an engine travel; `cast`: in its dtype, not quantized."""
 SLAB_ELEMENTS = 2**20  # elements that are quantized at a time, which bounds the memory of intermediate values
 _FP8_MAX = 448.0  # the largest value of float8_e4m3fn
@@ -31,6 +33,8 @@ _FP8_MAX = 448.0  # the largest value of float8_e4m3fn
 class Encoding(ABC):
     """A format of quantized matrices; each block of elements has a scale."""
 
+    wire: Wire
+    """Its name, for messages."""
     dtype: torch.dtype
     """Dtype of the values on the wire."""
     scale_dtype: torch.dtype | None
@@ -45,7 +49,10 @@ class Encoding(ABC):
     packed: int = 1
     """Columns in one element on the wire."""
     tile: BlockSize | None = None
-    """Rows and columns of which the parts of a tensor in an engine must be multiples; None: any."""
+    """Rows and columns of which the parts of a tensor in an engine must be multiples; None: any.
+
+    Engines have experts and latent attention in other forms where a kernel has tiles.
+    """
 
     def block(self, shape: tuple[int, ...]) -> BlockSize:
         """Returns the rows and columns of the blocks of a matrix."""
@@ -68,6 +75,7 @@ class Encoding(ABC):
 class FP8(Encoding):
     """Values in float8_e4m3fn; the largest one of a block is the largest that the dtype has."""
 
+    wire: Wire = "fp8_block"
     dtype: torch.dtype = torch.float8_e4m3fn
     scale_dtype: torch.dtype | None = torch.float32
     scale_suffix: str = "_scale_inv"
@@ -90,9 +98,39 @@ class FP8(Encoding):
 
 
 @dataclass(frozen=True)
+class MXFP8(Encoding):
+    """Values in float8_e4m3fn, scales in E8M0 (OCP Microscaling Formats, version 1.0, sections 5.3.1 and 5.4.1)."""
+
+    wire: Wire = "mxfp8"
+    dtype: torch.dtype = torch.float8_e4m3fn
+    scale_dtype: torch.dtype | None = torch.uint8  # the bytes of float8_e8m0fnu, as SGLang's parameters have them
+    scale_suffix: str = "_scale_inv"
+    rows: int = 1
+    columns: int | None = 32
+    tile: BlockSize | None = (32, 32)  # of the products of FlashInfer
+
+    def scales(self, largest: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the smallest powers of two with which no value is beyond the largest one of float8_e4m3fn."""
+        # The specification's own conversion (section 6.3) rounds the exponent down, by which the largest values of a
+        # block may be cut off; the quantizers of the engines round it up. 2 ** -127 is the smallest number of E8M0.
+        fraction, exponent = torch.frexp(largest.clamp(min=_FP8_MAX * 2.0**-127))
+        full, power = math.frexp(_FP8_MAX)  # fractions are compared, since a quotient would be rounded
+        biased = exponent + (fraction > full).int() - power + 127
+        return biased.where(largest.isfinite(), 255).to(torch.uint8)  # 255 is E8M0's NaN
+
+    def quantize(self, values: Tensor, scales: Tensor) -> Tensor:
+        """Returns float8_e4m3fn values; the division by a power of two is exact."""
+        # GPU: the device divides and casts, for the bits that SGLang's quantizer makes there.
+        # GPU-TEST: tests/reshard/test_encoding.py::test_mxfp8_of_every_bfloat16_equals_an_engine_bitwise
+        # GPU-RAN: not yet
+        return (values.float() / scales.view(torch.float8_e8m0fnu).float()).to(self.dtype)
+
+
+@dataclass(frozen=True)
 class Int4(Encoding):
     """Integers from -8 to 7, eight in an int32, in the format `pack-quantized` of compressed-tensors."""
 
+    wire: Wire = "int4"
     dtype: torch.dtype = torch.int32
     scale_dtype: torch.dtype | None = None
     scale_suffix: str = "_scale"
@@ -124,7 +162,9 @@ def encoding_of(wire: Wire, by_reciprocal: bool = False) -> Encoding | None:
         case "fp8_block":
             return FP8(by_reciprocal=by_reciprocal)
         case "fp8_channel":
-            return FP8(scale_suffix="_scale", rows=1, columns=None, smallest=0.0, by_reciprocal=True)
+            return FP8(wire, scale_suffix="_scale", rows=1, columns=None, smallest=0.0, by_reciprocal=True)
+        case "mxfp8":
+            return MXFP8()
         case "int4":
             return Int4()
     return None

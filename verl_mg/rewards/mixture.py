@@ -60,7 +60,14 @@ class Mixture:
         self._weights |= self._checked(weights, "weights of the rewards")
 
     def combine(self, rewards: Mapping[str, Reward]) -> Reward:
-        """Returns the weighted sum, parts NAME (unweighted) and NAME/PART, and the first answer that there is."""
+        """Returns the weighted sum, parts NAME (unweighted) and NAME/PART, and the first answer that there is.
+
+        Where some of the rewards are by agent, so is the result, of the agents that all of these have.
+        """
+        if by_agent := [reward.agents.keys() for reward in rewards.values() if reward.agents]:
+            agents = [agent for agent in by_agent[0] if all(agent in others for others in by_agent)]
+            of_agents = ({name: reward.of(agent) for name, reward in rewards.items()} for agent in agents)
+            return Reward.by_agent(dict(zip(agents, map(self.combine, of_agents), strict=True)))
         parts: dict[str, float] = {}
         for name in self._weights:
             parts[name] = rewards[name].value

@@ -108,8 +108,8 @@ def load_reward(name: str | Callable[..., Any], options: Mapping[str, Any] | Non
         name: `package.module:name` or `path/to/file.py:name`, or the object itself: a function of a `Sample` and the
             options; or a class, built once with the options, whose instances have `score(sample)`, or
             `score_many(samples)` for up to `batch_size` samples at a time. Each may be async, and returns a `Reward`
-            or a plain number per sample. With the prefix `verl:` or `slime:` it is a function with the interface of
-            that framework.
+            or a plain number per sample, or for agents with names a mapping of these by agent. With the prefix
+            `verl:` or `slime:` it is a function with the interface of that framework.
         options: keyword arguments by name.
     """
     options = dict(options or {})
@@ -188,6 +188,13 @@ def _check_options(
 
 
 def _as_reward(result: Any, name: str) -> Reward:
+    agents = result.agents if isinstance(result, Reward) else result if isinstance(result, Mapping) else {}
+    if agents:
+        return Reward.by_agent({str(agent): _of_one(of_agent, name) for agent, of_agent in agents.items()})
+    return _of_one(result, name)
+
+
+def _of_one(result: Any, name: str) -> Reward:
     reward = result if isinstance(result, Reward) else Reward(result)
     value = _finite(reward.value, name)
     parts = {part: _finite(number, f"{name} ({part})") for part, number in reward.parts.items()}
@@ -197,7 +204,8 @@ def _as_reward(result: Any, name: str) -> Reward:
 def _finite(value: Any, name: str) -> float:
     if not isinstance(value, Real) or not math.isfinite(value):
         raise UserError(
-            f"reward '{name}' returned {value!r:.80}. Return a finite number or a Reward of finite numbers."
+            f"reward '{name}' returned {value!r:.80}. Return a finite number or a Reward of finite numbers, or for "
+            "agents with names a mapping of such by name."
         )
     return float(value)
 

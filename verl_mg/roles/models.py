@@ -253,12 +253,11 @@ class Policy(Role):
 
         The distribution is softmax(logits / temperature), over the candidates of each draw where the batch has them.
 
-        With `squares` entries are (2,), a log-prob and the sum of the squared probabilities of the vocabulary. The
-        actor's have k more numbers where the batch has `sampler_top`: log-probs of its tokens.
+        Entries of the actor have k more numbers where the batch has `sampler_top`: log-probs of its tokens.
 
         Args:
             batch: rows of this rank.
-            squares: whether entries have the sum of squares.
+            squares: whether entries are (2,), a log-prob and the sum of the squared probabilities of all tokens.
         """
         outputs = self._batching.with_likeliest(SQUARES if squares else LOGPROBS, batch)
         return self.forward(batch, "compute_logprobs", outputs=outputs)

@@ -16,7 +16,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal
 
@@ -31,9 +31,11 @@ from verl_mg.data.prompts import Prompt
 from verl_mg.data.rendering import OPENING_TOKENS, reply_opening
 from verl_mg.distributed.collectives import all_gather_json, all_to_all_json
 from verl_mg.engines.engine import Sample as GeneratedSample
+from verl_mg.engines.trajectory import ConversationTurn, without_agent
 from verl_mg.errors import UserError
 from verl_mg.models.special_tokens import exact_text
 from verl_mg.rewards import AsyncScorer, Reward, Sample
+from verl_mg.rewards.sample import wrong_agents
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import RewardModel
 from verl_mg.rows.samples import (
@@ -43,6 +45,7 @@ from verl_mg.rows.samples import (
     agent_reward,
     conversation_of,
     final_turn,
+    final_turns,
     row_id,
 )
 
@@ -96,7 +99,14 @@ class SampleTexts:
         turn = final_turn(conversation)
         if turn is None:
             return self.of_tokens(prompt, (), truncated, "")
-        tokens, start = segment(turn.segment), turn.prompt_tokens
+        replies = {
+            name: self._of_turn(prompt, last, segment(last.segment), truncated).response
+            for name, last in final_turns(conversation).items()
+        }
+        return replace(self._of_turn(prompt, turn, segment(turn.segment), truncated), replies=replies)
+
+    def _of_turn(self, prompt: Prompt, turn: ConversationTurn, tokens: Sequence[int], truncated: bool) -> Sample:
+        start = turn.prompt_tokens
         # The agent's messages are others than the record's, so each context says whether the template begins a reply.
         before = self._decode(tokens[max(start - OPENING_TOKENS, 0) : start])
         opening = self._opening if before.endswith(self._opening) else ""
@@ -116,7 +126,7 @@ class RewardRole:
     The engine loop submits each sample on the rank whose engine generated it; results stay there until `wait` sends
     them to the ranks of the rows, which the columns `generated_by` (rank) and `score_id` (number there) identify.
     `scorer` is None where the model scores; `source_scorers` are of sources that have their own reward functions, by
-    `Prompt.reward`.
+    `Prompt.reward`. The column `agent` has numbers of `agent_names`.
     """
 
     def __init__(
@@ -128,9 +138,10 @@ class RewardRole:
         model: RewardModel | None = None,
         has_agents: bool = False,
         source_scorers: Mapping[str, AsyncScorer] | None = None,
+        agent_names: Sequence[str] = (),
     ) -> None:
         self._scorer, self._sample_texts, self._model = scorer, texts, model
-        self._has_agents = has_agents
+        self._has_agents, self._agent_names = has_agents, tuple(agent_names)
         self._source_scorers = dict(source_scorers or {})
         self._timer, self._records = context.timer, records
         self._next_id = itertools.count()
@@ -139,6 +150,8 @@ class RewardRole:
         self._collected: list[int] = []
         self._scorer_of: dict[int, AsyncScorer] = {}
         """Reward functions that score a sample, by number of the score."""
+        self._acting: dict[int, frozenset[str]] = {}
+        """Agents with trained turns, by number of the score; of samples whose agents have names."""
 
     def start_iteration(self) -> dict[str, float]:
         """Reads the weights of a mixture on rank 0, for all ranks; returns them as metrics."""
@@ -169,18 +182,22 @@ class RewardRole:
     def submit_rows(self, rows: GeneratedRows) -> list[int]:
         """Starts to score rows that come from a checkpoint; returns the number of each row's score."""
         batch = rows.batch
-        truncated = segment_totals(batch["truncated"], batch["trajectory"]) > 0
-        score_ids = []
-        for row in batch.first_rows.tolist():  # one score for a trajectory, whatever its rows
+        episodes = without_agent(batch["trajectory"])
+        truncated = segment_totals(batch["truncated"], episodes) > 0
+        score_ids: dict[int, int] = {}
+        for row in batch.first_rows.tolist():
+            episode = int(episodes[row])
+            if episode in score_ids:  # one score for an episode, whatever its agents and rows
+                continue
             prompt = self._sample_texts.prompts.by_id(int(batch["prompt_id"][row]))
-            trajectory = int(batch["trajectory"][row])
-            text = rows.conversations.get(trajectory)
+            text = rows.conversations.get(episode)
             if text is not None:
-                segment = partial(_segment_tokens, batch, trajectory)
-                score_ids.append(self._submit_conversation(prompt, json.loads(text), segment, bool(truncated[row])))
+                segment = partial(_segment_tokens, batch, episode)
+                scored = self._submit_conversation(prompt, json.loads(text), segment, bool(truncated[row]))
             else:
-                score_ids.append(self._submit(prompt, self.sample(batch, row)))
-        return [score_ids[i] for i in batch.trajectory_index.tolist()]
+                scored = self._submit(prompt, self.sample(batch, row))
+            score_ids[episode] = scored
+        return [score_ids[episode] for episode in episodes.tolist()]
 
     def _submit_conversation(
         self, prompt: Prompt, conversation: Conversation, segment: Callable[[int], Sequence[int]], truncated: bool
@@ -190,6 +207,7 @@ class RewardRole:
             return self._submit(prompt, self._sample_texts.of_conversation(prompt, conversation, segment, truncated))
         score_id = next(self._next_id)
         self._agent_rewards[score_id] = reward
+        self._acting[score_id] = frozenset(final_turns(conversation))
         return score_id
 
     def _submit(self, prompt: Prompt, sample: Sample) -> int:
@@ -197,6 +215,7 @@ class RewardRole:
         if scorer is None:
             return NOT_SCORED
         score_id = next(self._next_id)
+        self._acting[score_id] = frozenset(sample.replies)
         self._scorer_of[score_id] = scorer
         scorer.submit(score_id, sample)
         return score_id
@@ -208,6 +227,7 @@ class RewardRole:
         """Drops samples that are not waited for, scored or not."""
         for score_id in score_ids:
             self._agent_rewards.pop(score_id, None)
+            self._acting.pop(score_id, None)
             if scorer := self._scorer_of.pop(score_id, None):
                 scorer.discard(score_id)
 
@@ -216,16 +236,18 @@ class RewardRole:
         """Returns whether samples are scored one by one as they complete, and not whole batches by a reward model."""
         return self._model is None
 
-    def poll(self, score_id: int) -> float | None:
-        """Returns a score of this rank, None while it is computed; from any thread. UserError if a function failed."""
+    def poll(self, score_id: int) -> dict[str, float] | None:
+        """Returns `scores`, None while they are computed; from any thread."""
         is_agents = score_id in self._agent_rewards
         if not is_agents and self._scorer is not None and not self._scorer.is_scored(score_id):
             return None
-        return self.score(score_id)
+        return self.scores(score_id)
 
-    def score(self, score_id: int) -> float:
-        """Waits for a score of this rank and returns it; UserError if a reward function failed."""
-        return self._result(score_id).value
+    def scores(self, score_id: int) -> dict[str, float]:
+        """Waits for the rewards of a sample of this rank, by the agents that have trained turns in it; of agents
+        without names by "". UserError if a reward function failed."""
+        reward = self._result(score_id)
+        return {name: reward.of(name).value for name in sorted(self._acting[score_id]) or ("",)}
 
     def wait(self, batch: Batch) -> Tensor:
         """Waits until the rows of a batch are scored; all ranks call it together.
@@ -271,23 +293,29 @@ class RewardRole:
         return columns | {"reward": torch.where(batch["score_id"] == NOT_SCORED, scores, columns["reward"])}
 
     def _result(self, score_id: int) -> Reward:
-        if score_id in self._agent_rewards:
+        if score_id in self._agent_rewards:  # which `AgentRunner` has checked
             return self._agent_rewards[score_id]
-        return self._scorer_of[score_id].result(score_id)
+        reward = self._scorer_of[score_id].result(score_id)
+        if wrong := wrong_agents(reward, self._acting[score_id], self._agent_names):
+            raise UserError(f"reward: {wrong}.")
+        return reward
 
     def _collect(self, batch: Batch) -> dict[str, Tensor]:
         """Returns the columns of the rows' scores, fetched from the ranks that generated them; NaN where not scored."""
         world_size = dist.get_world_size()
         generated_by, score_ids = batch["generated_by"], batch["score_id"]
+        agents = batch["agent"] if "agent" in batch else torch.zeros_like(score_ids)
         scored = score_ids != NOT_SCORED
         rows = [(scored & (generated_by == rank)).nonzero().flatten() for rank in range(world_size)]
         # A rank does not know how many of its scores others need.
-        requested: list[list[int]] = all_to_all_json([score_ids[of_rank].tolist() for of_rank in rows])
-        rewards = [[self._result(i) for i in ids] for ids in requested]
-        self._collected += itertools.chain.from_iterable(requested)
+        both = torch.stack([score_ids, agents], dim=1)
+        requested: list[list[tuple[int, int]]] = all_to_all_json([both[of_rank].tolist() for of_rank in rows])
+        names = self._agent_names or ("",)
+        rewards = [[self._result(i).of(names[agent]) for i, agent in pairs] for pairs in requested]
+        self._collected += [i for pairs in requested for i, _ in pairs]
         local_parts = {part for replies in rewards for reward in replies for part in reward.parts}
         # A part that only some ranks have seen is a column on all, or batches would not fit together.
-        parts = sorted({part for names in all_gather_json(list(local_parts)) for part in names})
+        parts = sorted({part for of_rank in all_gather_json(list(local_parts)) for part in of_rank})
         received = all_to_all_json([[_reply(reward, parts) for reward in replies] for replies in rewards])
         scores = torch.full((1 + len(parts), len(batch)), math.nan)
         answers = torch.full((len(batch),), NO_ANSWER, dtype=torch.int64)
@@ -295,12 +323,12 @@ class RewardRole:
             values = torch.tensor([values for values, _ in replies], dtype=torch.float32)
             scores[:, of_rank] = values.view(len(replies), 1 + len(parts)).T
             answers[of_rank] = torch.tensor([answer for _, answer in replies], dtype=torch.int64)
-        names = ["reward", *(f"{PART}{part}" for part in parts)]
-        return {name: column.clone() for name, column in zip(names, scores, strict=True)} | {"answer": answers}
+        columns = ["reward", *(f"{PART}{part}" for part in parts)]
+        return {name: column.clone() for name, column in zip(columns, scores, strict=True)} | {"answer": answers}
 
 
-def _segment_tokens(batch: Batch, trajectory: int, segment: int) -> list[int]:
-    (row,) = (batch["sample_id"] == row_id(trajectory, segment)).nonzero().flatten().tolist()
+def _segment_tokens(batch: Batch, episode: int, segment: int) -> list[int]:
+    (row,) = (batch["sample_id"] == row_id(episode, segment)).nonzero().flatten().tolist()
     tokens: list[int] = batch.row("tokens", row).tolist()
     return tokens
 

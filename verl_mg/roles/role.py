@@ -17,7 +17,7 @@ from verl_mg.distributed.collectives import all_gather_bytes
 from verl_mg.layout import Stage
 from verl_mg.layout.packing import MicroBatchPlan, plan_by_length, plan_evenly
 from verl_mg.layout.shared_prefixes import PrefixLinks, Shared, SharingRows, Unit, join_groups
-from verl_mg.megatron.routing import check_routed_experts, replayed_layers
+from verl_mg.megatron.routing import check_routed_experts
 from verl_mg.models.flops import key_share, row_flops
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.roles.context import JobContext
@@ -27,6 +27,7 @@ from verl_mg.sharding.model_table import Head
 from verl_mg.training.logprobs import LOGPROBS, TokenOutputs
 from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH, TEACHER_TOP
 from verl_mg.training.offload import CpuOffload
+from verl_mg.training.routed_experts import replayed_layers
 from verl_mg.training.runner import Runner
 
 PREFIX_COLUMNS = ("prefix_of", "prefix_length")

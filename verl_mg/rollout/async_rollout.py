@@ -34,7 +34,7 @@ from verl_mg.roles.reward import RewardRole, scoring_reward
 from verl_mg.rollout.engine_group import InFlightEngineGroup
 from verl_mg.rollout.groups import Group, GroupState, RolloutState, StalenessBound
 from verl_mg.rollout.rollout import LocalRolloutState, Rollout, RolloutSetup, filter_metrics
-from verl_mg.rollout.work_queue import GroupFilter, WorkQueue
+from verl_mg.rollout.work_queue import GroupFilter, WorkQueue, keeps
 
 
 class AsyncRollout(Rollout):
@@ -72,8 +72,8 @@ class AsyncRollout(Rollout):
                 complete, seconds = self._take_oldest(missing)
                 idle += seconds
                 scores = self._scores_of(complete, reward)
-                all_scores += scores.values()
-                rejected = [group for group in complete if not keep([scores[i] for i in group.ids])]
+                all_scores += [score for of_sample in scores.values() for score in of_sample.values()]
+                rejected = [group for group in complete if not keeps(keep, [scores[i] for i in group.ids])]
                 kept += [group for group in complete if group not in rejected]
                 num_rejected += len(rejected)
                 self._replace(rejected)
@@ -86,7 +86,7 @@ class AsyncRollout(Rollout):
         """Returns samples of an evaluation; engines work as far ahead as the bound of staleness permits meanwhile."""
         # Training does not submit groups while it waits, and slots that the evaluation does not need would be empty.
         if not self._is_last:
-            self._submit_ahead(self._bound.max_staleness * self._num_prompts)
+            self._submit_ahead(self._bound.largest(self._num_prompts))
         return super().generate_for_eval(prompts, num_samples, **sampling)
 
     def update_weights(self, actor: Actor) -> None:
@@ -156,6 +156,8 @@ class AsyncRollout(Rollout):
         if prompts and not self._is_last:
             self._num_prompts = len(prompts)
             self._all_complete()
+            if self._setup.longest:
+                self._bound.num_runnable = -(-sum(all_gather_json(self._worker.num_slots)) // num_samples)
             self._bound.adapt(sum(g.state is GroupState.COMPLETE for g in self._groups.training), len(prompts))
             self._submit_ahead(self._bound.num_ahead(len(prompts)))
 
@@ -206,10 +208,10 @@ class AsyncRollout(Rollout):
                 group.state = GroupState.COMPLETE
         return oldest
 
-    def _scores_of(self, groups: Sequence[Group], reward: RewardRole) -> dict[int, float]:
-        """Waits for the scores of complete groups on this rank, and returns the scores of all ranks by sample."""
+    def _scores_of(self, groups: Sequence[Group], reward: RewardRole) -> dict[int, dict[str, float]]:
+        """Waits for the scores of complete groups on this rank; returns all ranks' by sample and agent."""
         score_ids = {i: self._groups.score_ids.get(i) for group in groups for i in group.ids}
-        local = [(i, reward.score(score_id)) for i, score_id in score_ids.items() if score_id is not None]
+        local = [(i, reward.scores(score_id)) for i, score_id in score_ids.items() if score_id is not None]
         for group in groups:
             group.state = GroupState.SCORED
         return {i: score for report in all_gather_json(local) for i, score in report}
@@ -252,7 +254,7 @@ class AsyncRollout(Rollout):
         counts = torch.bincount(ages, minlength=self._bound.max_staleness + 1).tolist()
         local = {f"age {age}": float(count) for age, count in enumerate(counts)}
         local |= {"too_old": float(((versions >= 0) & ~mask).sum()), "buffered": float(len(self._groups.completed))}
-        local |= self._take_counts()
+        local |= self._worker.take_counts()
         sums = sum_over_ranks([local])
         trained = max(sum(sums.get(f"age {age}", 0.0) for age in range(len(counts))), 1.0)
         outstanding = sum(len(group.ids) for group in self._groups.training)

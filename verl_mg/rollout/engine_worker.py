@@ -43,10 +43,11 @@ from enum import Enum, auto
 from torch.distributed import PrefixStore, Store
 
 from verl_mg.distributed.collectives import GROUP_TIMEOUT
-from verl_mg.engines.engine import EngineDiedError, Request, RolloutEngine, Sample
+from verl_mg.engines.engine import LIMIT, LIMITED, EngineDiedError, Request, RolloutEngine, Sample
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.errors import UserError
 from verl_mg.rollout.groups import Group
+from verl_mg.rollout.request_limit import RequestLimit
 from verl_mg.rollout.work_queue import WorkQueue
 
 COLLECT_SECONDS = 0.05  # longest wait for samples before the worker looks at other things again
@@ -155,7 +156,8 @@ class EngineWorker:
     """Serves queues on the engine that this rank leads; on a rank without one it does nothing.
 
     `request_of` makes the request of a sample. `on_sample` gets each complete sample and `on_abort` each that was
-    aborted, in the thread that makes the step. `restart` is None for engines without a process of this rank's.
+    aborted, in the thread that makes the step. `restart` is None for engines without a process of this rank's. With
+    `longest`, the most tokens of a sample and its prompt, the number of samples in flight follows the engine's load.
     """
 
     def __init__(
@@ -167,6 +169,7 @@ class EngineWorker:
         on_sample: Callable[[Sample], None],
         on_abort: Callable[[Sample], None],
         restart: EngineRestart | None = None,
+        longest: int | None = None,
     ) -> None:
         self._engine, self._num_engines, self._events, self._restart = engine, num_engines, events, restart
         self._request_of, self._on_sample, self._on_abort = request_of, on_sample, on_abort
@@ -187,6 +190,8 @@ class EngineWorker:
         self._num_failed_starts = 0
         self._has_completed = False  # whether a sample is complete since the engine was started
         self._counts: dict[str, float] = dict.fromkeys(COUNTS, 0)
+        self._longest = longest
+        self._limit: RequestLimit | None = None
         self._closed = False
         self._error: Exception | None = None
         self._thread: threading.Thread | None = None
@@ -253,6 +258,11 @@ class EngineWorker:
             self._expected = event
             self._announce(queue)
 
+    @property
+    def num_slots(self) -> int:
+        """How many samples the engine has in flight at most by its load; 0 without an engine, or before its start."""
+        return self._limit.value if self._limit else 0
+
     def in_flight_versions(self) -> list[tuple[int, int]]:
         """Returns (sample, version of the oldest token that it can have) of the samples in flight; while stopped."""
         return [(i, flight.oldest) for i, flight in self._in_flight.items()]
@@ -291,8 +301,10 @@ class EngineWorker:
             self._wake.set()
 
     def take_counts(self) -> dict[str, float]:
-        """Returns what the engine has done since the last call, by the names in COUNTS."""
+        """Returns what the engine has done since the last call, by the names in COUNTS and its own counters."""
         with self.stopped():
+            if self._engine is not None:
+                self._observe(self._engine)
             counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0)
             return counts
 
@@ -339,11 +351,12 @@ class EngineWorker:
                 self._submit([i for i in resumed if resumed[i] is queue], queue, engine)
             for queue in self._queues:
                 if queue.is_open or not queue.is_done():
-                    queue_slots = engine.num_queue_slots() if queue.can_queue(self._num_engines) else 0
-                    self._submit(queue.pop(max(0, engine.num_free_slots() + queue_slots)), queue, engine)
+                    self._submit(queue.pop(max(0, self._num_free_slots(queue, engine))), queue, engine)
             is_busy = bool(self._in_flight)
             if is_busy:
-                for sample in engine.collect(COLLECT_SECONDS):
+                samples = engine.collect(COLLECT_SECONDS)
+                self._observe(engine)
+                for sample in samples:
                     self._store_result(sample)
                 self._counts["busy"] += time.perf_counter() - started
             for queue in list(self._queues):
@@ -354,6 +367,21 @@ class EngineWorker:
         except EngineDiedError as error:
             self._recover(error)
         return is_busy
+
+    def _num_free_slots(self, queue: WorkQueue, engine: RolloutEngine) -> int:
+        if self._longest is None:
+            return engine.num_free_slots() + (engine.num_queue_slots() if queue.can_queue(self._num_engines) else 0)
+        if self._limit is None and (cache_tokens := engine.num_cache_tokens()):  # servers have one when they are ready
+            self._limit = RequestLimit(cache_tokens, self._longest)
+        return min(self.num_slots - len(self._in_flight), engine.num_free_slots())
+
+    def _observe(self, engine: RolloutEngine) -> None:
+        """Takes the engine's counters, whose samples are in flight until they are stored."""
+        counts = dict(engine.take_counts())
+        if self._limit and (state := self._limit.observe(counts, self._in_flight)):
+            counts |= {LIMITED: 1, LIMIT: self._limit.value, state.value: 1}
+        for name, count in counts.items():
+            self._counts[name] = self._counts.get(name, 0) + count
 
     def _poll(self) -> None:
         """Reads the counters of calls, if the last reading is old enough."""

@@ -32,12 +32,13 @@ from pydantic import Field, PositiveInt, model_validator
 from verl_mg.config import Count
 from verl_mg.data.prompts import Prompt
 from verl_mg.engines.engine import Sample
+from verl_mg.engines.trajectory import MAX_SAMPLES
 from verl_mg.jsonl import StoredRecord
 
 Stale = Literal["continue", "drop"]
 """Treatment of tokens that are too old. continue: they remain in the context, but not in the loss. drop: the group
 is dropped, and another prompt takes its place."""
-FIRST_EVALUATION_ID = 2**40
+FIRST_EVALUATION_ID = MAX_SAMPLES
 """First sample id of evaluations, which may be in flight together with training's. Rows have the id without it."""
 
 
@@ -245,6 +246,7 @@ class StalenessBound:
 
         outstanding 8, 6 complete       2 more than needed: engines are faster         ->  6, at least n = 4
         outstanding 8, 1 complete       3 too few: training waits for samples          -> 11, at most m n = 12
+        the same, engines run 5 groups  more would only wait for engines               ->  9 = 5 + n
 
     With max_staleness = 2, after the updates 0 to 4, `recent` is [2, 3, 4]. A token of version 4 has age 0, of version
     2 age 2, and of versions 0 and 1 age 3: these are too old.
@@ -255,6 +257,8 @@ class StalenessBound:
     stale: Stale
     recent: list[int] = field(default_factory=list)
     """The newest versions in order, at most `max_staleness + 1` of them."""
+    num_runnable: int | None = None
+    """Groups that all engines run at once by their load; None where their number of requests does not follow it."""
     _num_wanted: int = 0
 
     def push(self, version: int) -> None:
@@ -279,12 +283,18 @@ class StalenessBound:
     def num_ahead(self, num_groups: int) -> int:
         """Returns how many groups may be outstanding when a `generate` of `num_groups` returns."""
         # At first the groups of one call; `adapt` learns from then on.
-        return min(max(self._num_wanted, num_groups), self.max_staleness * num_groups)
+        return min(max(self._num_wanted, num_groups), self.largest(num_groups))
+
+    def largest(self, num_groups: int) -> int:
+        """Returns how many groups may be outstanding at most, whatever training needs."""
+        # Those beyond what engines run, and the batch that they complete until the next call, would only wait.
+        permitted = self.max_staleness * num_groups
+        return permitted if self.num_runnable is None else min(permitted, self.num_runnable + num_groups)
 
     def adapt(self, num_complete: int, num_groups: int) -> None:
         """Adapts how many groups are outstanding, when a `generate` is called."""
         wanted = max(self._num_wanted, num_groups) + num_groups - num_complete
-        self._num_wanted = max(num_groups, min(wanted, self.max_staleness * num_groups))
+        self._num_wanted = max(num_groups, min(wanted, self.largest(num_groups)))
 
     def select(self, groups: Sequence[Group], oldest: Mapping[int, int], count: int) -> tuple[list[Group], list[Group]]:
         """Returns at most `count` complete groups, chosen by their oldest tokens, and those that are to be dropped.

@@ -37,7 +37,7 @@ from verl_mg.engines.tracing.tracer import TracedEngine
 from verl_mg.errors import UserError
 from verl_mg.roles.models import Actor, Policy
 from verl_mg.rollout.engine_group import EngineGroup
-from verl_mg.rows.samples import samples_to_batch
+from verl_mg.rows.samples import OptionalColumns, samples_to_batch
 
 FLOAT32, FLOAT32_EXPERTS, HALF, COARSE = 1e-3, 0.01, 0.05, 0.2  # nats; 0.0044 was measured in bfloat16
 """Bounds in float32, without and with experts that are selected twice, in 16 bits, and for `Precision.is_coarse`."""
@@ -124,11 +124,11 @@ class MismatchCheck:
         prompts: PromptFeed,
         longest: int,
         sampling: Sampling,
-        routed: tuple[int, int] | None,
+        columns: OptionalColumns,
         unread_fields: Callable[[], Mapping[str, float]],
     ) -> None:
         self._setting, self._precision, self._actor, self._prompts = setting, precision, actor, prompts
-        self._longest, self._excluded, self._routed = longest, sampling.excluded_token_ids, routed
+        self._longest, self._excluded, self._columns = longest, sampling.excluded_token_ids, columns
         self._bound, self._unread_fields = largest_mismatch(setting, precision), unread_fields
 
     @classmethod
@@ -139,17 +139,14 @@ class MismatchCheck:
         prompts: PromptFeed,
         longest: int,
         sampling: Sampling,
-        routed: tuple[int, int] | None,
+        columns: OptionalColumns,
     ) -> MismatchCheck:
-        """Returns the check of a job whose rows have at most `longest` tokens.
-
-        `routed` is (layers, experts per token) of the experts that engines report.
-        """
+        """Returns the check of a job whose rows have at most `longest` tokens and the given columns."""
         rollout, process = config.rollout, ENGINES[config.rollout.engine].process
         engine = TracedEngine(process.name, rollout.python) if process else None
         fields = partial(unread_fields, config.model.path, engine, longest) if engine else dict
         precision = Precision.of(actor, config)
-        return cls(rollout.max_mismatch, precision, actor, prompts, longest, sampling, routed, fields)
+        return cls(rollout.max_mismatch, precision, actor, prompts, longest, sampling, columns, fields)
 
     def __call__(self, batch: Batch) -> None:
         """Raises UserError on all ranks where the rows of all ranks differ by more than the bound."""
@@ -168,7 +165,7 @@ class MismatchCheck:
         first = sum(all_gather_json(len(samples))[: dist.get_rank()])  # rows of all ranks have different ids
         samples = [replace(sample, id=first + i) for i, sample in enumerate(samples)]
         rows = [Prompt(0, request.prompt, "", None, {})] * len(samples)
-        batch = samples_to_batch(rows, samples, engines.version, self._routed)
+        batch = samples_to_batch(rows, samples, engines.version, self._columns)
         # Engines report greedy tokens at temperature 1.
         self._compare(batch, self._actor.at_temperature(1.0), f"last {{}} tokens of rows of {longest} tokens", True)
 

@@ -42,6 +42,7 @@ from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.engines.engine import Request, Sample, Sampling
+from verl_mg.engines.trajectory import without_agent
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.roles.reward import NOT_SCORED, RewardRole
@@ -52,7 +53,9 @@ from verl_mg.rollout.work_queue import GroupFilter, ScoreFilter, WorkQueue
 from verl_mg.rows.dispatch import gather_rows
 from verl_mg.rows.plan import RowIndexer
 from verl_mg.rows.samples import (
+    PLAIN,
     GeneratedRows,
+    OptionalColumns,
     RolloutRecord,
     conversation_of,
     exchange_conversations,
@@ -102,9 +105,9 @@ class RolloutSource(ABC):
 
         With extra prompts or pending ones the groups that are complete first are returned, which may be others than
         those requested. Columns: tokens, loss_mask, rollout_logprobs, policy_versions, prompt_id, prompt_length, group,
-        trajectory, sample_id, policy_version, truncated, generated_by; prefix_of and prefix_length of agents;
-        routed_experts where the engines report them; score_id with a reward. Where the engine can, a sample depends
-        only on the job's seed and its id, not on the ranks.
+        trajectory, sample_id, policy_version, truncated, generated_by; prefix_of and prefix_length of agents; agent of
+        agents with names; routed_experts where the engines report them; score_id with a reward. Where the engine can,
+        a sample depends only on the job's seed and its id, not on the ranks.
 
         Args:
             prompts: the prompts, the same on every rank; with none all pending groups are completed.
@@ -203,8 +206,10 @@ class RolloutSetup:
     """Receives the batches for the recording of samples."""
     reward: RewardRole | None = None
     """Scores samples while others are generated; None: nothing is scored."""
-    routed_shape: tuple[int, int] | None = None
-    """(layers, experts per token) of the experts that engines report; None: they report none."""
+    columns: OptionalColumns = PLAIN
+    """Columns of the rows, as far as calls do not differ in them."""
+    longest: int | None = None
+    """Most tokens of a sample with its prompt, where the number of samples in flight follows the engines' load."""
     check: Callable[[Batch], None] | None = None
     """Is called with the rows that `generate` is about to return, on all ranks, and may refuse them."""
 
@@ -234,6 +239,7 @@ class Rollout(RolloutSource):
             self._on_sample,
             self._on_abort,
             restart,
+            setup.longest,
         )
 
     def generate_for_eval(self, prompts: Sequence[Prompt], num_samples: int, **sampling: Any) -> Batch:
@@ -357,10 +363,10 @@ class Rollout(RolloutSource):
         """Returns this rank's rows of groups, each sent by the rank that generated it, and removes the groups."""
         buffer = self._groups
         score_ids = buffer.score_ids if self._reward else None
+        columns = self._setup.columns
+        columns = replace(columns, has_support=sampling.reports_support, num_top=sampling.top_logprobs)
         with self._worker.stopped():
-            reported = (sampling.reports_support, sampling.top_logprobs)
-            known = (score_ids, self._engines.version, self._setup.routed_shape, *reported)
-            rows = group_rows(groups, buffer.completed, *known)
+            rows = group_rows(groups, buffer.completed, score_ids, self._engines.version, columns)
             buffer.remove(groups, GroupState.RETURNED)  # their scores stay until `RewardRole.wait`
         # Fixed shares give each rank whole groups. Groups of earlier calls, or not all of a call, would be uneven.
         if is_whole_call and self._engines.rows_are_local:
@@ -373,11 +379,6 @@ class Rollout(RolloutSource):
             scores = self._groups.remove(groups, GroupState.DROPPED)
         if self._reward:
             self._reward.discard(scores)
-
-    def _take_counts(self) -> dict[str, float]:
-        """Returns what this rank's engine has done since the last call."""
-        engine = self._engines.engine
-        return self._worker.take_counts() | (dict(engine.take_counts()) if engine else {})
 
     def _return(self, rows: GeneratedRows) -> Batch:
         """Checks and records rows that `generate` returns."""
@@ -420,22 +421,22 @@ def group_rows(
     completed: Mapping[int, Sample],
     score_ids: Mapping[int, int] | None,
     policy_version: int,
-    routed_shape: tuple[int, int] | None = None,
-    has_support: bool = False,
-    num_top: int = 0,
+    columns: OptionalColumns = PLAIN,
 ) -> GeneratedRows:
     """Returns the rows of the samples that this rank's engine has generated; groups are in the order of their ids.
 
     `score_ids` has the number of each sample's score on this rank, None where nothing is scored. See `samples_to_batch`
-    for the rest.
+    for the rest. A group is the samples of a prompt, or where agents have names the trajectories of one agent.
     """
     pairs = [(group, i) for group in groups for i in group.ids if i in completed]
     samples = [replace(completed[i], id=sample_number(i)) for _, i in pairs]
     prompts = [group.prompt for group, _ in pairs]
-    batch = samples_to_batch(prompts, samples, policy_version, routed_shape, has_support, num_top)
+    batch = samples_to_batch(prompts, samples, policy_version, columns)
     pair_of = {sample_number(i): (group, i) for group, i in pairs}
-    of_rows = [pair_of[number] for number in batch["trajectory"].tolist()]
-    batch["group"] = torch.tensor([sample_number(group.ids.start) for group, _ in of_rows], dtype=torch.int64)
+    episodes = without_agent(batch["trajectory"])
+    of_rows = [pair_of[number] for number in episodes.tolist()]
+    of_prompt = torch.tensor([sample_number(group.ids.start) for group, _ in of_rows], dtype=torch.int64)
+    batch["group"] = of_prompt + batch["trajectory"] - episodes
     put_origin(batch, None if score_ids is None else [score_ids.get(i, NOT_SCORED) for _, i in of_rows])
     texts = {sample.id: json.dumps(conversation_of(sample.trajectory)) for sample in samples if sample.trajectory}
     return GeneratedRows(batch, texts)
@@ -446,20 +447,21 @@ def distribute_rows(generated: GeneratedRows, groups: Sequence[Group], rows: Row
     # Group statistics and sums over trajectories then need no communication.
     index = rows.index(generated.batch)
     starts = [sample_number(group.ids.start) for group in groups]
-    shares = _shares(index.trajectories, starts, dist.get_world_size())
+    episodes = [without_agent(trajectory) for trajectory in index.trajectories]
+    shares = _shares(episodes, starts, dist.get_world_size())
     mine = gather_rows(generated.batch, index, shares)
     rows.put(mine, index, shares)  # the rows are known, so the first role call need not index them again
     conversations: Mapping[int, str] = {}
     if "prefix_of" in index.schema:  # the rows are of agents, on all ranks
-        trajectories = [sorted({index.trajectories[row] for row in share}) for share in shares]
-        conversations = exchange_conversations(generated.conversations, trajectories)
+        by_rank = [sorted({episodes[row] for row in share}) for share in shares]
+        conversations = exchange_conversations(generated.conversations, by_rank)
     return GeneratedRows(mine, conversations)
 
 
-def _shares(trajectories: Sequence[int], groups: Sequence[int], count: int) -> list[range]:
+def _shares(episodes: Sequence[int], groups: Sequence[int], count: int) -> list[range]:
     """Returns ranges of rows, each of whole groups, that end at the group's end nearest to an equal share."""
     # Groups 0, 2 and 4 with 2, 3 and 2 rows on 2 ranks: rows 0 to 1, and 2 to 6. A rank may get none.
-    sizes = Counter(bisect_right(groups, trajectory) - 1 for trajectory in trajectories)
+    sizes = Counter(bisect_right(groups, episode) - 1 for episode in episodes)
     ends = [0, *accumulate(sizes[group] for group in range(len(groups)))]
     # A group belongs to the share in which its middle is; integers, scaled by 2 * count, are exact on every rank.
     middles = [count * (before + after) for before, after in pairwise(ends)]

@@ -114,7 +114,7 @@ class SyncRollout(Rollout):
         if self._in_flight:
             self._ready = self._wait_in_flight()
         batch = super().generate_for_eval(prompts, num_samples, **sampling)
-        self._take_counts()  # the evaluation must not be part of the next training call's metrics
+        self._worker.take_counts()  # the evaluation must not be part of the next training call's metrics
         return batch
 
     def update_weights(self, actor: Actor) -> None:
@@ -179,7 +179,7 @@ class SyncRollout(Rollout):
         """
         self._wait_for(call)
         with self._context.timer("row_dispatch"):
-            reports = self._exchange(call, counts=self._take_counts())
+            reports = self._exchange(call, counts=self._worker.take_counts())
             self._measure([report["counts"] for report in reports])
             selected = self._select(call, reports)
             rejected = [call.groups[number] for report in reports for number in report["rejected"]]

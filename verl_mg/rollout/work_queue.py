@@ -38,7 +38,8 @@ the first groups in the order of the candidates that the filter keeps, whatever 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,15 @@ from verl_mg.rollout.groups import Group
 
 # Whether a group is kept, from the scores of its samples in the order of their ids.
 GroupFilter = Callable[[Sequence[float]], bool]
+
+
+def keeps(keep: GroupFilter, scores: Sequence[Mapping[str, float]]) -> bool:
+    """Returns whether a filter keeps the scores of any agent in the samples of a prompt."""
+    by_agent: dict[str, list[float]] = {}
+    for of_sample in scores:
+        for agent, score in of_sample.items():
+            by_agent.setdefault(agent, []).append(score)
+    return any(keep(of_agent) for of_agent in by_agent.values())
 
 
 @dataclass(frozen=True)
@@ -70,8 +80,8 @@ class ScoreFilter:
     """Filter of groups by the scores of their samples."""
 
     keep: GroupFilter
-    score_of: Callable[[int], float | None]
-    """Score of a complete sample of this rank, None while it is not scored."""
+    score_of: Callable[[int], Mapping[str, float] | None]
+    """Scores of a complete sample of this rank by agent, None while it is not scored; see `RewardRole.scores`."""
     num_extra: int
     """Number of groups that are started beyond the needed ones."""
 
@@ -268,17 +278,17 @@ class WorkQueue:
         if group == self._claimed:
             self._claimed = None
 
-    def _add_score(self, score_filter: ScoreFilter, sample: int, score: float) -> None:
+    def _add_score(self, score_filter: ScoreFilter, sample: int, score: Mapping[str, float]) -> None:
         group, key = self._group_of[sample], f"{self.key}/score/"
         ids = self._candidates[group].ids
         self._used_keys.add(key + str(sample))
         # Written before it is counted: the rank that counts the last score reads all of them.
-        self._store.set(key + str(sample), repr(score))
+        self._store.set(key + str(sample), json.dumps(score))
         if self._add(f"scored/{group}", 1) < len(ids):
             return
-        scores = [float(value) for value in self._store.multi_get([key + str(i) for i in ids])]
-        self._scores += scores
-        if score_filter.keep(scores):
+        scores = [json.loads(value) for value in self._store.multi_get([key + str(i) for i in ids])]
+        self._scores += [score for of_sample in scores for score in of_sample.values()]
+        if keeps(score_filter.keep, scores):
             self._completion_order[group] = self._add("complete", 1) - 1
         else:
             self._add("rejected", 1)

@@ -7,7 +7,7 @@ checkpoints.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,14 @@ from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_to_all_json
 from verl_mg.engines.engine import Sample
 from verl_mg.engines.sampled_support import SampledSupport, join_supports, join_tops
-from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, ConversationTurn, Segment, Trajectory
+from verl_mg.engines.trajectory import (
+    MAX_SAMPLES,
+    MAX_SEGMENTS,
+    NOT_GENERATED,
+    ConversationTurn,
+    Segment,
+    Trajectory,
+)
 from verl_mg.errors import UserError
 from verl_mg.rewards import Reward
 from verl_mg.training.microbatch import SAMPLER_TOP, TEACHER_HIDDEN, TEACHER_TOP
@@ -45,13 +52,24 @@ class _Row:
     """Row whose first tokens this one repeats; its own id where there is none."""
 
 
+@dataclass(frozen=True)
+class OptionalColumns:
+    """Columns that all ranks have, also where their samples report nothing."""
+
+    routed_shape: tuple[int, int] | None = None  # (layers, experts per token) of `routed_experts`; None: no such column
+    has_support: bool = False  # whether there are candidates of each token
+    num_top: int = 0  # likeliest tokens in `sampler_top`; 0: no such column
+    agent_names: Sequence[str] = ()  # agents of an episode, whose numbers `agent` has; (): no such column
+
+
+PLAIN = OptionalColumns()
+
+
 def samples_to_batch(
     prompts: Sequence[Prompt],
     samples: Sequence[Sample],
     policy_version: int,
-    routed_shape: tuple[int, int] | None = None,
-    has_support: bool = False,
-    num_top: int = 0,
+    columns: OptionalColumns = PLAIN,
 ) -> Batch:
     """Returns rows of context and response, without the columns `group` and `generated_by`.
 
@@ -65,10 +83,12 @@ def samples_to_batch(
     sample ids 5120 and 5121, trajectory 5, prefix_of 5120 and prefix_length 0 and 3. These two columns exist only where
     samples have trajectories: then all of them have one.
 
-    `policy_version` is for rows without generated tokens. `routed_shape` is (layers, experts per token); with it all
-    ranks have the column `routed_experts`, also where their samples report none. `has_support`: so have all ranks the
-    columns of the support, and UserError where an engine did not report the candidates of a token, or not the token.
-    `num_top`, the number of likeliest tokens that samples have: likewise the column `sampler_top`.
+    With names of agents the rows of an agent are a trajectory: if in the example the second segment is of the second
+    agent, the column `agent` is 0 and 1, and `trajectory` 5 and MAX_SAMPLES + 5. An agent without trained turns has no
+    rows if another one has some.
+
+    `policy_version` is for rows without generated tokens. UserError where an engine did not report the candidates of a
+    token, not the token itself among them, or not the likeliest tokens.
     """
     pairs = enumerate(zip(prompts, samples, strict=True))
     rows = [row for i, (prompt, sample) in pairs for row in _rows_of(i, prompt, sample)]
@@ -78,6 +98,11 @@ def samples_to_batch(
     batch["prompt_length"] = torch.tensor([row.prompt_length for row in rows], dtype=torch.int64)
     batch["prompt_id"] = torch.tensor([prompt.id for prompt in prompts], dtype=torch.int64)[sample_of_row]
     batch["trajectory"] = torch.tensor([sample.id for sample in samples], dtype=torch.int64)[sample_of_row]
+    if columns.agent_names:
+        numbers = {name: number for number, name in enumerate(columns.agent_names)}
+        # A sample whose agents have requested nothing has one row, of the first.
+        batch.put("agent", torch.tensor([numbers.get(part.agent, 0) for part in parts]).long(), ColumnKind.SEQUENCE)
+        batch["trajectory"] += MAX_SAMPLES * batch["agent"]
     batch["sample_id"] = torch.tensor([row.id for row in rows], dtype=torch.int64)
     oldest = [min((v for v in part.policy_versions if v != NOT_GENERATED), default=policy_version) for part in parts]
     batch["policy_version"] = torch.tensor(oldest, dtype=torch.int64)
@@ -96,13 +121,13 @@ def samples_to_batch(
         batch["prefix_of"], batch["prefix_length"] = prefixes.unbind(1)
     if any(part.images for part in parts):
         batch.images = [part.images for part in parts]
-    if routed_shape is not None:
-        none = torch.empty(0, *routed_shape, dtype=torch.int16)
+    if columns.routed_shape is not None:
+        none = torch.empty(0, *columns.routed_shape, dtype=torch.int16)
         batch["routed_experts"] = torch.cat([none, *(_routed(part, none) for part in parts)])
-    if has_support:
+    if columns.has_support:
         _put_support(batch, parts)
-    if num_top:
-        _put_top(batch, parts, num_top)
+    if columns.num_top:
+        _put_top(batch, parts, columns.num_top)
     return batch
 
 
@@ -141,10 +166,10 @@ def _put_top(batch: Batch, parts: Sequence[Segment], num_top: int) -> None:
     batch.put(SAMPLER_TOP, top, ColumnKind.TOKEN)
 
 
-def row_id(trajectory: int, segment: int) -> int:
-    """Returns the sample id of an agent's row, which is unique over all segments of all trajectories."""
-    assert segment < MAX_SEGMENTS, f"sample {trajectory}: engines must not begin segment {segment}"
-    return trajectory * MAX_SEGMENTS + segment
+def row_id(sample: int, segment: int) -> int:
+    """Returns the sample id of an agent's row, which is unique over all segments of all samples."""
+    assert segment < MAX_SEGMENTS, f"sample {sample}: engines must not begin segment {segment}"
+    return sample * MAX_SEGMENTS + segment
 
 
 def _rows_of(number: int, prompt: Prompt, sample: Sample) -> Iterator[_Row]:
@@ -162,7 +187,12 @@ def _rows_of(number: int, prompt: Prompt, sample: Sample) -> Iterator[_Row]:
         )
         yield _Row(number, row, whole, len(prompt.tokens), row)
         return
-    for i, part in enumerate(trajectory.segments):
+    # Rows without a token to train would only cost time; the conversation has all replies.
+    acting = {part.agent for part in trajectory.segments if _num_trained(part)}
+    chosen = {i: part for i, part in enumerate(trajectory.segments) if part.agent in acting or not acting}
+    for i, part in chosen.items():
+        if part.prefix_of not in chosen:
+            part = replace(part, prefix_of=None, prefix_length=0)
         row, other = row_id(sample.id, i), i if part.prefix_of is None else part.prefix_of
         generated = (place for place, version in enumerate(part.policy_versions) if version != NOT_GENERATED)
         whole = replace(part, truncated=truncated or part.truncated)
@@ -184,13 +214,14 @@ def conversation_of(trajectory: Trajectory) -> Conversation:
         "segments": [
             {
                 "tokens": len(segment.tokens),
-                "trained": sum(version != NOT_GENERATED for version in segment.policy_versions),
+                "trained": _num_trained(segment),
                 "prefix_of": segment.prefix_of,
                 "prefix_length": segment.prefix_length,
             }
+            | ({"agent": segment.agent} if segment.agent else {})
             for segment in trajectory.segments
         ],
-        "reward": vars(trajectory.reward) if trajectory.reward else None,
+        "reward": asdict(trajectory.reward) if trajectory.reward else None,
         "log": trajectory.log,
         "error": trajectory.error,
     }
@@ -205,7 +236,11 @@ def trajectory_of(segments: Sequence[Segment], conversation: Conversation) -> Tr
 
 def agent_reward(conversation: Conversation) -> Reward | None:
     """Returns the reward that the agent returned, if it did."""
-    return Reward(**conversation["reward"]) if conversation["reward"] else None
+    if not conversation["reward"]:
+        return None
+    reward: dict[str, Any] = conversation["reward"]
+    agents = {name: Reward(**of_agent) for name, of_agent in reward.get("agents", {}).items()}
+    return Reward(**reward | {"agents": agents})
 
 
 def final_turn(conversation: Conversation) -> ConversationTurn | None:
@@ -216,10 +251,21 @@ def final_turn(conversation: Conversation) -> ConversationTurn | None:
     return ConversationTurn(**chosen[-1]) if chosen else None
 
 
+def final_turns(conversation: Conversation) -> dict[str, ConversationTurn]:
+    """Returns the last trained turn of each agent with a name."""
+    agents = [segment.get("agent") for segment in conversation["segments"]]
+    turns = (ConversationTurn(**turn) for turn in conversation["turns"] if turn["trained"])
+    return {name: turn for turn in turns if (name := agents[turn.segment])}
+
+
+def _num_trained(segment: Segment) -> int:
+    return sum(version != NOT_GENERATED for version in segment.policy_versions)
+
+
 def exchange_conversations(texts: Mapping[int, str], by_rank: Sequence[Sequence[int]]) -> dict[int, str]:
     """Sends conversations to the ranks that have got the rows; all ranks call it together.
 
-    `texts` are of this rank, by trajectory; `by_rank` has the trajectories whose rows each rank has got.
+    `texts` are of this rank, by episode; `by_rank` has the episodes of which each rank has got rows.
     """
     outgoing = [{i: texts[i] for i in wanted if i in texts} for wanted in by_rank]
     return {int(i): text for received in all_to_all_json(outgoing) for i, text in received.items()}
@@ -231,7 +277,7 @@ class GeneratedRows:
 
     batch: Batch
     conversations: Mapping[int, str] = field(default_factory=dict)
-    """Conversation of each trajectory of an agent as JSON, by trajectory."""
+    """Conversation of each episode, of all its agents, as JSON by `without_agent(trajectory)`."""
 
 
 @dataclass(frozen=True)

@@ -1,42 +1,38 @@
-"""Checkpoints on disk: written in a thread while training continues, checked before a resume, pruned.
+"""Checkpoints of a run: written in a thread while training continues, checked before a resume, pruned.
 
 A checkpoint is a folder named by its iteration, with a file of each rank, an index of their boxes, the state of the
-job, and the SHA-256 sums of all these files in SHA256SUMS. It is written under a name that ends in `.partial` and
-renamed when it is complete, so a crash leaves no half of one.
+job, and the SHA-256 sums of all these files in SHA256SUMS. It is complete or absent (`verl_mg.stores.folders`), on a
+file system or an object store, so a crash leaves no half of one.
 
     each rank, main thread     begin: copy to host ─▶ next iteration ... ─▶ begin or finish: wait for the thread
                                         │                                                        ▲
     each rank, thread                   └─▶ file of the rank ─▶ gather sums and index ─┬─▶ end ──┘
     "checkpoint"                                                                       │
-                                                   rank 0: index, SHA256SUMS, rename, prune
+                                                         rank 0: index, commit, prune
 
-    000020.partial ─┬─ complete ─▶ 000020 ─┬─ older than `checkpoint.keep`, not the best ─▶ removed
-                    │                      └─ a sum differs ─▶ skipped by `newest_intact`, replaced by the next 000020
-                    └─ error, or found at the next start ─▶ removed
+    being written ─┬─ complete ─▶ 000020 ─┬─ older than `checkpoint.keep`, not the best ─▶ removed
+                   │                      └─ a sum differs ─▶ skipped by `newest_intact`, replaced by the next 000020
+                   └─ error, or found at the next start ─▶ removed
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import re
-import shutil
 import threading
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import torch.distributed as dist
 
-from verl_mg.checkpoint.sharded_safetensors import INDEX, index_entry, rank_file, write_tensors
+from verl_mg.checkpoint.sharded_safetensors import INDEX, index_entry, rank_file, tensor_blocks
 from verl_mg.config import CheckpointConfig
 from verl_mg.distributed.collectives import all_gather_json, broadcast_json, gather_bytes, new_group
 from verl_mg.errors import UserError
 from verl_mg.job.job import RunningJob
 from verl_mg.run.job_state import JOB, CheckpointState, StateCollector, read_state
+from verl_mg.stores.folders import SUMS, Folders, StoredFile, StoredFolder
 
-SUMS = "SHA256SUMS"  # file with the sums of all others, in the format of `sha256sum`
-PARTIAL = ".partial"  # ending of the name of a checkpoint that is being written
 _RANK_FILE = re.compile(r"rank-(\d+)\.safetensors")
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
 
@@ -44,10 +40,21 @@ log = logging.getLogger(__name__)
 
 
 class AsyncCheckpointer:
-    """Writes checkpoints into a folder. Every rank has one, and all call its methods together."""
+    """Writes checkpoints. Every rank has one, and all call its methods together.
 
-    def __init__(self, folder: Path, config: CheckpointConfig, recipe: str, latest: int | None = None) -> None:
-        self._folder, self._config, self._recipe, self.latest = folder, config, recipe, latest
+    `before_commit` is called on each rank, in the thread, before a checkpoint is complete.
+    """
+
+    def __init__(
+        self,
+        folders: Folders,
+        config: CheckpointConfig,
+        recipe: str,
+        latest: int | None = None,
+        before_commit: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._folders, self._config, self._recipe, self.latest = folders, config, recipe, latest
+        self._before_commit = before_commit
         # A separate group, in which the threads of the ranks meet no other collectives: all ranks have to call the
         # collectives of a group in the same order, and the threads are not in step with training.
         self._group = new_group(None, "gloo")
@@ -56,8 +63,8 @@ class AsyncCheckpointer:
         self._error: BaseException | None = None
         self._problem = ""
         if dist.get_rank() == 0:
-            for unfinished in folder.glob(f"*{PARTIAL}"):
-                shutil.rmtree(unfinished, ignore_errors=True)
+            with suppress(OSError):  # what remains is not complete, and is written over
+                folders.remove_unfinished()
 
     def due(self, iteration: int, last: int) -> bool:
         """Returns whether a checkpoint is to be written."""
@@ -96,126 +103,110 @@ class AsyncCheckpointer:
 
     def _write(self, contents: CheckpointState) -> None:
         iteration = contents.job.iteration
-        folder = self._folder / f"{iteration:06d}"
-        partial = folder.with_name(folder.name + PARTIAL)
+        name = f"{iteration:06d}"
+        files: dict[str, StoredFile] = {}
+        problem = ""
         try:
-            report = {"digests": _write_local(partial, contents), "problem": ""}
+            files = self._write_local(name, contents)
+            self._before_commit()
         except OSError as error:
             # Reported, not raised: the other ranks wait in the collectives below.
-            report = {"digests": {}, "problem": _reason(error, partial)}
-        reports = all_gather_json(report, self._group)
+            problem = self._reason(error, name)
+        reports = all_gather_json({"files": files, "problem": problem}, self._group)
         index = b"".join(gather_bytes(index_entry(dist.get_rank(), contents.tensors), self._group))
         problem = next((report["problem"] for report in reports if report["problem"]), "")
         if dist.get_rank() == 0:
-            digests = {name: digest for report in reports for name, digest in report["digests"].items()}
-            problem = problem or self._commit(partial, folder, digests, index)
+            files = {name: StoredFile(*file) for report in reports for name, file in report["files"].items()}
+            problem = problem or self._commit(name, files, index)
             if problem:
-                shutil.rmtree(partial, ignore_errors=True)
                 newest = "there is none" if self.latest is None else f"the newest is that of iteration {self.latest}"
                 log.warning("checkpoint of iteration %d not written: %s; %s", iteration, problem, newest)
+                with suppress(OSError):
+                    self._folders.remove_unfinished()
             else:
                 self.latest = iteration
             self._problem = problem
 
-    def _commit(self, partial: Path, folder: Path, digests: dict[str, str], index: bytes) -> str:
-        """Completes the folder and renames it, then removes older ones; returns why that failed, or ""."""
+    def _write_local(self, folder: str, contents: CheckpointState) -> dict[str, StoredFile]:
+        """Writes this rank's files."""
+        name = rank_file(dist.get_rank())
+        files = {name: self._folders.write(folder, name, tensor_blocks(contents.tensors))}
+        if dist.get_rank() == 0:
+            files[JOB] = self._folders.write(folder, JOB, [contents.job.model_dump_json().encode()])
+        return files
+
+    def _commit(self, name: str, files: dict[str, StoredFile], index: bytes) -> str:
+        """Completes the folder, then removes older ones; returns why that failed, or ""."""
         try:
-            digests[INDEX] = _write(partial / INDEX, index)
-            sums = (f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
-            _write(partial / SUMS, "".join(sums).encode())
-            if folder.exists():  # a damaged one, after the run resumed from the one before
-                shutil.rmtree(folder)
-            os.replace(partial, folder)
-            _fsync_folder(folder.parent)
+            files[INDEX] = self._folders.write(name, INDEX, [index])
+            self._folders.commit(name, files)
         except OSError as error:
-            return _reason(error, folder)
+            return self._reason(error, name)
         # Last, so that a crash in between leaves one checkpoint more, never one less.
-        _prune(folder.parent, folder, self._config.keep, self._config.best is not None)
+        try:
+            _prune(self._folders, name, self._config.keep, self._config.best is not None)
+        except OSError as error:
+            log.warning("%s: old checkpoints are not removed (%s)", self._folders, error.strerror or error)
         return ""
 
-
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Returns the complete checkpoints in a folder, the oldest first."""
-    return sorted((path for path in folder.glob("*") if path.name.isdecimal()), key=lambda path: int(path.name))
+    def _reason(self, error: OSError, name: str) -> str:
+        return f"{error.filename or f'{self._folders}/{name}'}: {error.strerror or error}"
 
 
-def newest_intact(folder: Path, before: int | None = None) -> Path | None:
+def checkpoints_in(folders: Folders) -> list[str]:
+    """Returns the names of the complete checkpoints, the oldest first."""
+    return sorted((name for name in folders.complete() if name.isdecimal()), key=int)
+
+
+def newest_intact(folders: Folders, before: int | None = None) -> StoredFolder | None:
     """Returns the newest checkpoint whose files match their sums, or None where there is none.
 
     All ranks call it together and share the reading. Damaged checkpoints are logged and skipped; UserError where all
     are damaged.
     """
     # One listing for all: the checks of each name are collectives.
-    names = broadcast_json([path.name for path in checkpoints_in(folder)] if dist.get_rank() == 0 else None)
+    names = broadcast_json(_listed(folders) if dist.get_rank() == 0 else None)
     names = [name for name in names if before is None or int(name) < before]
     problem = ""
     for name in reversed(names):
-        problem = _problem_of(folder / name)
+        folder = folders.open(name)
+        problem = _problem_of(folder)
         if not problem:
-            return folder / name
+            return folder
         if dist.get_rank() == 0:
             log.warning("%s: skipped", problem)
     if problem:
-        raise UserError(f"{problem}: no other checkpoint is intact. Move {folder} away to start from the beginning.")
+        raise UserError(f"{problem}: no other checkpoint is intact. Move {folders} away to start from the beginning.")
     return None
 
 
-# -- writing
-
-
-def _write_local(folder: Path, contents: CheckpointState) -> dict[str, str]:
-    """Writes this rank's files; returns their SHA-256 by name."""
-    folder.mkdir(parents=True, exist_ok=True)
-    rank = dist.get_rank()
-    name = rank_file(rank)
-    digests = {name: write_tensors(folder / name, contents.tensors)}
-    if rank == 0:
-        digests[JOB] = _write(folder / JOB, contents.job.model_dump_json().encode())
-    return digests
-
-
-def _write(path: Path, content: bytes) -> str:
-    """Writes a file, which is on disk when this returns; returns its SHA-256."""
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return hashlib.sha256(content).hexdigest()
-
-
-def _fsync_folder(folder: Path) -> None:
-    """Makes the renames in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def _listed(folders: Folders) -> list[str]:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        return checkpoints_in(folders)
+    except OSError as error:
+        raise UserError(f"{folders}: cannot be read ({error.strerror}). Set job.output to what can be.") from None
 
 
-def _reason(error: OSError, path: Path) -> str:
-    return f"{error.filename or path}: {error.strerror or error}"
-
-
-def _prune(folder: Path, newest: Path, keep: int | None, keep_best: bool) -> None:
+def _prune(folders: Folders, newest: str, keep: int | None, keep_best: bool) -> None:
     """Keeps the last `keep` checkpoints up to the newest, or all, and with `keep_best` that with the highest score."""
     # Checkpoints of later iterations are damaged, for the run resumed from one before: they do not count.
-    paths = [path for path in checkpoints_in(folder) if int(path.name) <= int(newest.name)]
-    kept = set(paths[-keep:] if keep else paths)
+    names = [name for name in checkpoints_in(folders) if int(name) <= int(newest)]
+    kept = set(names[-keep:] if keep else names)
     if keep_best:
-        scores: dict[Path, float] = {}
-        for path in paths:
+        scores: dict[str, float] = {}
+        for name in names:
             with suppress(UserError):  # a damaged one has no score
-                scores |= {} if (score := read_state(path).score) is None else {path: score}
-        kept |= {max(scores, key=lambda path: (scores[path], path.name))} if scores else set()
-    for path in paths:
-        if path not in kept:
-            shutil.rmtree(path, ignore_errors=True)
+                scores |= {} if (score := read_state(folders.open(name)).score) is None else {name: score}
+        kept |= {max(scores, key=lambda name: (scores[name], name))} if scores else set()
+    for name in names:
+        if name not in kept:
+            folders.remove(name)
 
 
 # -- integrity
 
 
-def _problem_of(folder: Path) -> str:
+def _problem_of(folder: StoredFolder) -> str:
     """Returns what is wrong with a checkpoint, the same on every rank, or ""; ranks share the files."""
     digests: dict[str, str] = {}
     problem = ""
@@ -226,7 +217,7 @@ def _problem_of(folder: Path) -> str:
             problem = str(error)
     digests = broadcast_json(digests)
     names = (name for name in sorted(digests) if _checking_rank(name, dist.get_world_size()) == dist.get_rank())
-    problem = problem or next((text for name in names if (text := _check_file(folder / name, digests[name]))), "")
+    problem = problem or next((text for name in names if (text := folder.problem_of(name, digests[name]))), "")
     return next((text for text in all_gather_json(problem) if text), "")
 
 
@@ -236,27 +227,19 @@ def _checking_rank(name: str, ranks: int) -> int:
     return int(match[1]) % ranks if match else 0
 
 
-def _read_sums(folder: Path) -> dict[str, str]:
+def _read_sums(folder: StoredFolder) -> dict[str, str]:
+    place = f"{folder}/{SUMS}"
     try:
-        lines = (folder / SUMS).read_text(encoding="utf-8").splitlines()
+        lines = folder.file(SUMS).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{folder / SUMS}: cannot be read ({error})") from None
+        raise UserError(f"{place}: cannot be read ({error})") from None
     matches = [_SUM_LINE.fullmatch(line) for line in lines]
     digests = {match[2]: match[1] for match in matches if match}
     if len(digests) != len(lines) or JOB not in digests:
-        raise UserError(f"{folder / SUMS}: not the sums of a checkpoint")
+        raise UserError(f"{place}: not the sums of a checkpoint")
     if INDEX not in digests:
-        raise UserError(f"{folder / SUMS}: {INDEX} is missing, the checkpoint was written by an earlier version")
+        raise UserError(f"{place}: {INDEX} is missing, the checkpoint was written by an earlier version")
     for name in map(rank_file, range(read_state(folder).ranks)):
         if name not in digests:
-            raise UserError(f"{folder / SUMS}: {name} is missing")
+            raise UserError(f"{place}: {name} is missing")
     return digests
-
-
-def _check_file(path: Path, digest: str) -> str:
-    try:
-        with path.open("rb") as file:
-            actual = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        return f"{path}: cannot be read ({error.strerror})"
-    return "" if actual == digest else f"{path}: damaged, its SHA-256 is not that of {SUMS}"

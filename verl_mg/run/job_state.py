@@ -20,7 +20,6 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from verl_mg import device
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.checkpoint.sharded_safetensors import RankFile, ShardedReader
+from verl_mg.checkpoint.sharded_safetensors import RankFile, ShardedReader, local_file
 from verl_mg.config import Count
 from verl_mg.distributed.collectives import broadcast_bytes
 from verl_mg.distributed.watchdog import is_peer_failure
@@ -47,6 +46,7 @@ from verl_mg.rollout.groups import RolloutState
 from verl_mg.rollout.rollout import LocalRolloutState
 from verl_mg.rows.samples import GeneratedRows
 from verl_mg.run.sample_state import REPORTS, SampleState, images_of, reports_of
+from verl_mg.stores.folders import StoredFolder
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class StateCollector:
         return buffer.copy_(values, non_blocking=True)
 
 
-def restore(job: RunningJob, folder: Path, recipe: str) -> int:
+def restore(job: RunningJob, folder: StoredFolder, recipe: str) -> int:
     """Restores a checkpoint, written under any layout and on any number of ranks; all ranks call it together.
 
     Returns the iteration after which it was written. UserError for a checkpoint of another recipe, and for files that
@@ -190,7 +190,7 @@ def restore(job: RunningJob, folder: Path, recipe: str) -> int:
     return state.iteration
 
 
-def _report_changed_tests(job: RunningJob, state: JobState, folder: Path) -> None:
+def _report_changed_tests(job: RunningJob, state: JobState, folder: StoredFolder) -> None:
     # One line and no error: the training is the same, only its evaluations are of other prompts.
     now = job.test_prompts.digests if job.test_prompts and dist.get_rank() == 0 else {}
     for name in now:
@@ -203,7 +203,7 @@ def _report_changed_tests(job: RunningJob, state: JobState, folder: Path) -> Non
             )
 
 
-def restore_actor(job: RunningJob, folder: Path) -> int:
+def restore_actor(job: RunningJob, folder: StoredFolder) -> int:
     """Restores only the actor's weights, written under any layout, and returns their iteration; all ranks call it."""
     state, stored = _open(folder)
     if "actor" not in state.trained:
@@ -212,15 +212,15 @@ def restore_actor(job: RunningJob, folder: Path) -> int:
     return state.iteration
 
 
-def _open(folder: Path) -> tuple[JobState, ShardedReader]:
+def _open(folder: StoredFolder) -> tuple[JobState, ShardedReader]:
     """Returns the state of a checkpoint, as rank 0 has read it, and the reader of this rank's file; a collective."""
     rank = dist.get_rank()
-    text = broadcast_bytes(_read(folder / JOB) if rank == 0 else b"")
-    state = JobState.parse(text, folder / JOB, DAMAGED)
+    text = broadcast_bytes(_read(folder) if rank == 0 else b"")
+    state = _parsed(text, folder)
     return state, ShardedReader(folder, rank if rank < state.ranks else None)
 
 
-def _refreshed_role(job: RunningJob, name: str, folder: Path) -> Reference:
+def _refreshed_role(job: RunningJob, name: str, folder: StoredFolder) -> Reference:
     role = job.roles[name]
     if not isinstance(role, Reference):
         raise UserError(
@@ -229,9 +229,13 @@ def _refreshed_role(job: RunningJob, name: str, folder: Path) -> Reference:
     return role
 
 
-def read_state(folder: Path) -> JobState:
+def read_state(folder: StoredFolder) -> JobState:
     """Returns the contents of job.json; UserError where it cannot be read."""
-    return JobState.parse(_read(folder / JOB), folder / JOB, DAMAGED)
+    return _parsed(_read(folder), folder)
+
+
+def _parsed(text: bytes, folder: StoredFolder) -> JobState:
+    return JobState.parse(text, f"{folder}/{JOB}", DAMAGED)
 
 
 def _restore_local(job: RunningJob, stored: ShardedReader, state: JobState) -> None:
@@ -266,7 +270,8 @@ def _restore_local(job: RunningJob, stored: ShardedReader, state: JobState) -> N
         _restore_random_numbers(states[rank], files[rank])
 
 
-def _read(path: Path) -> bytes:
+def _read(folder: StoredFolder) -> bytes:
+    path = local_file(folder, JOB)
     try:
         return path.read_bytes()
     except OSError as error:

@@ -14,7 +14,6 @@ import logging
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,12 +32,12 @@ from verl_mg.roles.models import NoOptimizerError
 from verl_mg.run.checkpointer import AsyncCheckpointer
 from verl_mg.run.job_state import restore
 from verl_mg.run.replay import Replay, ReplayRollout
-from verl_mg.run.run_dir import CHECKPOINTS, open_run_dir
+from verl_mg.run.run_dir import open_run_dir
+from verl_mg.run.run_store import RunStore, run_store
 from verl_mg.run.start_table import StartTable, announce
+from verl_mg.stores.records import EXPORTS, MODEL
 
 log = logging.getLogger(__name__)
-
-MODEL, EXPORTS = "model", "export"
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,13 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
         device.compute_deterministically()
     check_monitoring(config, world.size)
     replay = Replay.open(mode.replayed, config, recipe.name) if mode.replayed else None
-    checkpoint = open_run_dir(config)
+    store = run_store(config.job, saves=config.job.save or config.checkpoint.export_every > 0)
+    checkpoint = open_run_dir(config, store)
+    store.start(int(checkpoint.name) if checkpoint else 0)
     checkpoint, last = (replay.checkpoint, replay.last) if replay else (checkpoint, config.job.iterations)
     with (
-        StatusFile(config.job.output, recipe.name, last, world.rank, world.size) as status,
+        store,  # last to end: it stores what the others write
+        StatusFile(config.job.folder, recipe.name, last, world.rank, world.size) as status,
         PrometheusEndpoint(config, recipe.name, status, world) as endpoint,
     ):
         rollout = partial(ReplayRollout, replay.recording) if replay else None
@@ -97,7 +99,10 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
         table = announce(job) if torch.cuda.is_available() else None
         done = restore(job, checkpoint, recipe.name) if checkpoint else 0
         job.start()
-        TrainingRun(recipe, job, world, done, last, status, endpoint, table).iterate(resumable=mode.is_full)
+        if checkpoint:
+            dist.barrier()  # all ranks have read it
+            checkpoint.forget()
+        TrainingRun(recipe, job, store, world, done, last, status, endpoint, table).iterate(resumable=mode.is_full)
         job.close()
 
 
@@ -108,6 +113,7 @@ class TrainingRun:
         self,
         recipe: Recipe,
         job: RunningJob,
+        store: RunStore,
         world: World,
         done: int,
         last: int,
@@ -115,10 +121,10 @@ class TrainingRun:
         endpoint: PrometheusEndpoint,
         table: StartTable | None = None,
     ) -> None:
-        self._recipe, self._job, self._world = recipe, job, world
+        self._recipe, self._job, self._store, self._world = recipe, job, store, world
         self._done, self._last, self._status, self._table = done, last, status, table
         self._saver = AsyncCheckpointer(
-            job.config.job.output / CHECKPOINTS, job.config.checkpoint, recipe.name, done or None
+            store.checkpoints, job.config.checkpoint, recipe.name, done or None, store.upload_records
         )
         status.running(job.timer, done, lambda: self._saver.latest)
         self._books = RunLogger(recipe.name, job, status, done + 1, endpoint)
@@ -139,7 +145,7 @@ class TrainingRun:
                 break
         else:
             if self._job.config.job.save:
-                _save(self._job, self._job.config.job.output)
+                self._save()
             self._saver.finish()
         self._books.close()
 
@@ -169,7 +175,17 @@ class TrainingRun:
                 self._saver.begin(job, metrics)
         if every and iteration % every == 0:
             with job.timer("checkpoint"):
-                _save(job, job.config.job.output / EXPORTS / f"{iteration:06d}")
+                self._save(f"{EXPORTS}/{iteration:06d}/")
+
+    def _save(self, above: str = "") -> None:
+        """Writes every trained model as a Hugging Face directory; UserError if they cannot be written."""
+        for name, role in self._job.trained.items():
+            folder = above + (MODEL if name == "actor" else name)
+            try:
+                self._store.save(folder, partial(role.save, model_dir=role.runner.spec.path))
+            except OSError as error:
+                place = error.filename or self._job.config.job.output / folder
+                raise UserError(f"{place}: the model cannot be written ({error.strerror})") from None
 
     def _stop_reason(self, iteration: int) -> str | None:
         alarm, signals = self._books.stop_reason, self._world.signals
@@ -197,13 +213,3 @@ def one_iteration(recipe: Recipe, job: RunningJob, iteration: int) -> dict[str, 
     with suppress(NoOptimizerError):
         metrics |= recipe.iteration(job, job.config.algorithm)
     return metrics
-
-
-def _save(job: RunningJob, folder: Path) -> None:
-    """Writes every trained model as a Hugging Face directory; UserError if they cannot be written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, role in job.trained.items():
-            role.save(folder / (MODEL if name == "actor" else name), role.runner.spec.path)
-    except OSError as error:
-        raise UserError(f"{error.filename or folder}: the model cannot be written ({error.strerror})") from None

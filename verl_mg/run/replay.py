@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -31,7 +30,9 @@ from verl_mg.rollout.rollout import RolloutSource
 from verl_mg.rollout.work_queue import GroupFilter
 from verl_mg.rows.samples import GeneratedRows, RolloutRecord
 from verl_mg.run.checkpointer import newest_intact
-from verl_mg.run.run_dir import CHECKPOINTS
+from verl_mg.stores.folders import LocalFolders, StoredFolder
+from verl_mg.stores.records import CHECKPOINTS
+from verl_mg.stores.url import require_local
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Replay:
     """A range of iterations of an earlier run."""
 
     recording: SampleReader
-    checkpoint: Path | None  # checkpoint of the run that training resumes from; None: it starts from the model itself
+    checkpoint: StoredFolder | None  # of the run, that training resumes from; None: it starts from the model itself
     last: int
 
     @classmethod
@@ -51,12 +52,12 @@ class Replay:
         folder, _, number = text.rpartition("@")
         if not folder or not number.isdecimal() or not int(number):
             raise UserError(f"--replay {text}: it has no iteration. Write RUN@ITERATION, such as runs/first@12.")
-        run, last = Path(folder), int(number)
-        output = config.job.output
+        run, last = require_local(folder, "--replay"), int(number)
+        output = config.job.folder
         if run.resolve() == output.resolve() or (output / CHECKPOINTS).exists():
-            raise UserError(f"job.output={output}: it contains a run. Choose another folder for the replay.")
+            raise UserError(f"job.output={config.job.output}: it contains a run. Choose another folder for the replay.")
         # Samples of iteration 12 are trained by the weights after iteration 11: checkpoint 12 is too late.
-        recording, checkpoint = SampleReader(run), newest_intact(run / CHECKPOINTS, before=last)
+        recording, checkpoint = SampleReader(run), newest_intact(LocalFolders(run / CHECKPOINTS), before=last)
         first = int(checkpoint.name) + 1 if checkpoint else 1
         model = broadcast_json(fingerprint(config.model.path) if dist.get_rank() == 0 else None)
         recording.check(range(first, last + 1), recipe, model)

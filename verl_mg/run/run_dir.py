@@ -16,23 +16,26 @@ from verl_mg.config.reading import read_tree
 from verl_mg.errors import UserError
 from verl_mg.monitor.status import METRICS
 from verl_mg.run.checkpointer import newest_intact
+from verl_mg.run.run_store import RunStore
+from verl_mg.stores.folders import StoredFolder
 
-CHECKPOINTS, CONFIG = "checkpoints", "config.yaml"
+CONFIG = "config.yaml"
 
 log = logging.getLogger(__name__)
 
 
-def open_run_dir(config: Config) -> Path | None:
+def open_run_dir(config: Config, store: RunStore) -> StoredFolder | None:
     """Returns the checkpoint in job.output to resume from, or None for a new run; all ranks call it together.
 
     A run of the same configuration that ended before its first checkpoint starts again from the beginning. UserError
     for a folder with another run that has no checkpoint, and for one that cannot be written.
     """
-    output = config.job.output
-    checkpoint = newest_intact(output / CHECKPOINTS)
+    output = config.job.folder
+    store.open()
+    checkpoint = newest_intact(store.checkpoints)
     if dist.get_rank() == 0:
         try:
-            _check(output, config, checkpoint)
+            _check(config, checkpoint)
             output.mkdir(parents=True, exist_ok=True)
             (output / CONFIG).write_text(dump_config(config), encoding="utf-8")
         except OSError as error:
@@ -41,8 +44,9 @@ def open_run_dir(config: Config) -> Path | None:
     return checkpoint
 
 
-def _check(output: Path, config: Config, checkpoint: Path | None) -> None:
+def _check(config: Config, checkpoint: StoredFolder | None) -> None:
     """Checks the folder on rank 0 and logs changed settings of a run that is resumed."""
+    output, place = config.job.folder, config.job.output
     # A start that failed before its first iteration leaves nothing worth keeping.
     last = _last_step(output / METRICS) if checkpoint is None else 0
     if last is None:
@@ -54,11 +58,11 @@ def _check(output: Path, config: Config, checkpoint: Path | None) -> None:
         before = read_tree(output / CONFIG)
     if checkpoint is None:
         if before != now or last >= config.job.iterations:
-            raise UserError(f"{output}: holds an earlier run; choose another job.output or move the folder away")
+            raise UserError(f"{place}: holds an earlier run; choose another job.output or move the folder away")
         return
     changes = [text for text in _changes(before, now) if text]
     new = f", with other settings than before: {'; '.join(changes)}" if changes else ""
-    log.warning("%s: resumes after iteration %d%s", output, int(checkpoint.name), new)
+    log.warning("%s: resumes after iteration %d%s", place, int(checkpoint.name), new)
 
 
 def _last_step(path: Path) -> int | None:

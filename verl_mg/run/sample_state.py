@@ -53,6 +53,7 @@ class SegmentState(_Tokens):
     truncated: bool  # whether the last reply was cut
     prefix_of: Count | None  # number of the segment that begins with the same tokens
     prefix_length: Count  # number of these tokens
+    agent: str = ""  # name of the agent whose replies these are
 
 
 class TrajectoryState(StoredRecord):

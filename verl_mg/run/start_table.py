@@ -50,6 +50,7 @@ NEVER_RAN = (
     "rollout.engine=vllm",
     "rollout.engine=sglang job.deterministic=true",
     "rollout.wire=int4",
+    "rollout.wire=mxfp8",
     "rollout.urls",
     "rollout.num_ranks",
     "rollout.sglang.speculative_algorithm",
@@ -147,7 +148,7 @@ def announce(job: RunningJob) -> StartTable:
             print("\n".join(table.lines()), flush=True)
         for line in table.warnings:
             log.warning("%s", line)
-        table.write(config.output)
+        table.write(config.folder)
     return table
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from verl_mg.engines.sglang.arguments import EXPERT_RUNNER, IN_ORDER, QUANTIZATIONS
+from verl_mg.engines.sglang.arguments import EXPERT_RUNNER, FP8_PRODUCTS, IN_ORDER, MXFP8_IN_ORDER, QUANTIZATIONS
+from verl_mg.engines.sglang.host import size
 from verl_mg.engines.sglang.shard_receiver import RECEIVER
 from verl_mg.errors import UserError
 from verl_mg.http_client import JsonSession, RefusedError, UnreachableError
@@ -73,6 +74,7 @@ class ServerInfo:
     dp: int
     pp: int
     max_running: int  # largest number of requests at the same time
+    cache_tokens: int  # size of its key-value cache
     seeded: bool  # whether samples depend only on their seeds
     routed: bool  # whether samples contain the experts of each token
     disaggregation: str  # its part in a pair of servers for prefill and decoding; "null" for a server that does both
@@ -137,7 +139,7 @@ async def describe(client: JsonSession, known: ServerInfo | None = None, wire: W
             tp=server["tp_size"],
             dp=server["dp_size"],
             pp=server["pp_size"],
-            max_running=server["internal_states"][0]["effective_max_running_requests_per_dp"] * server["dp_size"],
+            **size(server["internal_states"]),
             seeded=bool(server["enable_deterministic_inference"]),
             routed=bool(server["enable_return_routed_experts"]),
             disaggregation=server["disaggregation_mode"],
@@ -237,6 +239,8 @@ def _shard_obstacle(server: dict[str, Any], wire: Wire) -> str:
             f"its weights are quantized in another way (--quantization {server['quantization']}, quantization_config "
             f"{json.dumps(given)}) than the job sends them, --json-model-override-args '{form}'"
         )
+    if wire == "mxfp8" and server[FP8_PRODUCTS] not in MXFP8_IN_ORDER:
+        return f"its --fp8-gemm-backend {server[FP8_PRODUCTS]} reads weights in another order than they are sent in"
     if server["enable_eplb"] or server["ep_num_redundant_experts"] or server["init_expert_location"] != "trivial":
         return "its experts are not in the order of the checkpoint (--enable-eplb and the like)"
     return ""

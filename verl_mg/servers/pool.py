@@ -69,6 +69,11 @@ class ServerPool(RolloutEngine):
         with self._lock:
             return sum(client.num_queue_slots() for _, client in self._local_ready())
 
+    def num_cache_tokens(self) -> int:
+        """Returns the size of the caches of the servers that are ready."""
+        with self._lock:
+            return sum(client.num_cache_tokens() for _, client in self._local_ready())
+
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Sends each request to the server that probably has its tokens in the cache."""
         with self._lock:

@@ -68,7 +68,7 @@ class RemoteEngine(RequestTracker):
         self._client, self._requirements = JsonSession(url, keys.headers), requirements
         self.url = self._client.url
         limits = EngineLimits(
-            max_running=min(options.max_running, self.info.max_running),
+            max_running=min(options.max_running or self.info.max_running, self.info.max_running),
             max_positions=min(requirements.model.max_positions, self.info.context),
             seeded=self.info.seeded,
             reads_text=self.info.reads_text,
@@ -87,6 +87,10 @@ class RemoteEngine(RequestTracker):
     def parts(self) -> tuple[RemoteEngine, ...]:
         """Clients of the servers that receive weights: this one."""
         return (self,)
+
+    def num_cache_tokens(self) -> int:
+        """Returns the size of the server's cache."""
+        return self.info.cache_tokens
 
     def reconnect(self) -> None:
         """Connects to a server that was lost, and ends what it may still be doing; raises as `refresh`."""

@@ -28,6 +28,8 @@ class ModelSpec:
     """Leave what is trained uninitialized, for a checkpoint that is restored before the first pass."""
     # A job gives its own; a model that is loaded only to be read, as by tools, has rows of the usual length.
     longest_row: int = 1024  # tokens of the longest row, up to which the family's module is checked
+    replays_routing: bool = False
+    """Batches have the experts that the rollout chose: a family's module is checked for their replay."""
     recompute: Recompute = False
     lora: LoraConfig | None = None
     kernels: Kernels = "torch"

@@ -41,25 +41,27 @@ BEFORE = 16  # characters that an excerpt has in front of a text that was search
 _TEXTS = ("prompt", "response")
 _STORED = ("iteration", "call", "sample_id", "group", "prompt_id", "policy_version", "reward", "source", "finish")
 COLUMN = "conversation"
-TRAJECTORY = ("iteration", "call", "trajectory")  # columns that identify a trajectory
+EPISODE = ("iteration", "call", "episode")  # columns that identify an episode, whose agents have a trajectory each
+EPISODES, SEGMENTS = 2**40, 1024
+"""A trajectory has the number of its episode modulo EPISODES, a row of agents that of its segment modulo SEGMENTS."""
 COUNTS = pa.schema(
     [
         ("iteration", pa.int64()),
         ("call", pa.int32()),
-        ("trajectory", pa.int64()),
-        ("first_sample", pa.int64()),
+        ("episode", pa.int64()),
         ("agent_turns", pa.int32()),
         ("agent_segments", pa.int32()),
         ("agent_error", pa.string()),
     ]
 )
-"""A row per conversation: the row of its first segment, numbers of turns and segments, and why the agent failed."""
+"""A row per conversation: numbers of turns and segments, and why the agent failed."""
 ADDED = ("segment", "agent_turns", "agent_segments", "agent_error")
 """Columns that `join_counts` adds; null for samples without a conversation."""
 
 
 def read_iteration(folder: Path) -> pa.Table:
-    """Returns the rows of an iteration with the columns `INDEXED`, by IDENTITY; damaged files have none."""
+    """Returns the rows of an iteration with the columns `INDEXED`, each trajectory in one piece by IDENTITY; damaged
+    files have none."""
     tables, files, agents = [], [], False
     for file in sorted(folder.glob("rank-*.parquet")):
         try:
@@ -77,7 +79,7 @@ def read_iteration(folder: Path) -> pa.Table:
     else:
         for name in ADDED:
             table = table.append_column(name, pa.nulls(len(table), pa.string() if name in NAMES else pa.int64()))
-    return _indexed(table.sort_by([(name, "ascending") for name in IDENTITY]))
+    return _indexed(table.sort_by([(name, "ascending") for name in (*EPISODE, "trajectory", "sample_id")]))
 
 
 def _read(opened: pq.ParquetFile, rank: int) -> pa.Table:
@@ -88,6 +90,7 @@ def _read(opened: pq.ParquetFile, rank: int) -> pa.Table:
     columns["trajectory"] = pc.coalesce(table["trajectory"], table["sample_id"]) if "trajectory" in known else None
     if columns["trajectory"] is None:
         columns["trajectory"] = table["sample_id"]
+    columns["episode"] = _modulo(columns["trajectory"], EPISODES)
     # The mask is the smallest column with one entry per token.
     columns["length"] = pc.subtract(pc.list_value_length(table["loss_mask"]), table["prompt_length"])
     columns |= {"rank": pa.array([rank] * len(table), pa.int32()), "row": pa.array(range(len(table)), pa.int32())}
@@ -95,6 +98,10 @@ def _read(opened: pq.ParquetFile, rank: int) -> pa.Table:
     texts = [pc.utf8_lower(pc.fill_null(table[name].cast(pa.string()), "")) for name in _TEXTS]
     columns[TEXT] = pc.binary_join_element_wise(*texts, SEPARATOR)
     return pa.table(columns)
+
+
+def _modulo(column: pa.ChunkedArray, divisor: int) -> pa.ChunkedArray:
+    return pc.subtract(column, pc.multiply(pc.divide(column, divisor), divisor))
 
 
 def _indexed(table: pa.Table) -> pa.Table:
@@ -151,13 +158,12 @@ def excerpt(text: str, terms: Sequence[str]) -> str:
 def join_counts(rows: pa.Table, files: Iterable[Path]) -> pa.Table:
     """Returns rows of an iteration, whose `files` have the conversations, with the columns `ADDED`, in any order."""
     counts = pa.Table.from_pylist([row for file in files for row in _count(file)], COUNTS)
-    # The rows of a trajectory may be on several ranks, each of which then has the conversation.
-    merged = counts.group_by(list(TRAJECTORY)).aggregate([(name, "min") for name in COUNTS.names[3:]])
+    # The rows of an episode may be on several ranks, each of which then has the conversation.
+    merged = counts.group_by(list(EPISODE)).aggregate([(name, "min") for name in COUNTS.names[3:]])
     counts = merged.rename_columns([name.removesuffix("_min") for name in merged.column_names])
-    joined = rows.join(counts, keys=list(TRAJECTORY))
-    # Segments of a trajectory have consecutive ids.
-    joined = joined.append_column("segment", pc.subtract(joined["sample_id"], joined["first_sample"]))
-    return joined.drop_columns("first_sample")
+    joined = rows.join(counts, keys=list(EPISODE))
+    has_agents = pc.is_valid(joined["agent_turns"])
+    return joined.append_column("segment", pc.if_else(has_agents, _modulo(joined["sample_id"], SEGMENTS), None))
 
 
 def holds_conversation(metadata: pq.FileMetaData) -> bool:
@@ -195,12 +201,14 @@ def _count(file: Path) -> Iterator[dict[str, Any]]:
         if not holds_conversation(opened.metadata):
             return
         # In small batches: each conversation is a text that may be as long as a trajectory.
-        for batch in opened.iter_batches(64, columns=[*TRAJECTORY, "sample_id", COLUMN]):
+        for batch in opened.iter_batches(64, columns=["iteration", "call", "trajectory", COLUMN]):
             for row in batch.filter(batch[COLUMN].is_valid()).to_pylist():
                 conversation = parse_conversation(row[COLUMN])
                 if conversation is not None:
-                    yield {name: row[name] for name in TRAJECTORY} | {
-                        "first_sample": row["sample_id"],
+                    yield {
+                        "iteration": row["iteration"],
+                        "call": row["call"],
+                        "episode": row["trajectory"] % EPISODES,
                         "agent_turns": len(conversation["turns"]),
                         "agent_segments": len(conversation["segments"]),
                         "agent_error": str(conversation["error"]) or None,

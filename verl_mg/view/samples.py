@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from verl_mg.view.index import SampleIndex
-from verl_mg.view.rows import ADDED, COLUMN, IDENTITY, NOTHING, parse_conversation, read_excerpts
+from verl_mg.view.rows import ADDED, COLUMN, IDENTITY, NOTHING, SEGMENTS, parse_conversation, read_excerpts
 from verl_mg.view.search import Query, Search
 
 BRIEF = (*IDENTITY, "trajectory", "group", "prompt_id", "policy_version", "source", "finish", "reward", "length")
@@ -99,18 +99,19 @@ class Samples:
         return self._row(iteration, call, sample_id, lambda field: field.name != COLUMN)
 
     def conversation(self, iteration: int, call: int, sample_id: int) -> dict[str, Any] | None:
-        """Returns a sample without its token columns, its trajectory's conversation, or None, and the rows of it."""
+        """Returns a sample without its token columns, its episode's conversation, or None, and the rows of it."""
         # A row has hundreds of thousands of tokens, which the conversation does not need.
         sample = self._row(iteration, call, sample_id, lambda f: f.name != COLUMN and not pa.types.is_list(f.type))
         if sample is None:
             return None
-        trajectory = sample.get("trajectory", sample_id)
-        of_trajectory = (pc.field("call") == call) & (pc.field("trajectory") == trajectory)
-        texts = self._rows(iteration, of_trajectory & pc.field(COLUMN).is_valid(), lambda f: f.name == COLUMN)
+        first = sample_id - sample_id % SEGMENTS  # of the rows of its episode, where it is one of agents
+        of_episode = (pc.field("sample_id") >= first) & (pc.field("sample_id") < first + SEGMENTS)
+        selected = (pc.field("call") == call) & of_episode & pc.field(COLUMN).is_valid()
+        texts = self._rows(iteration, selected, lambda f: f.name == COLUMN)
         conversation = next((parse_conversation(row[COLUMN]) for row in texts), None)
         if conversation is None:
             return None
-        query = Query(first=iteration, last=iteration, call=call, trajectory=trajectory)
+        query = Query(first=iteration, last=iteration, call=call, episode=first // SEGMENTS)
         rows = Search(self.index.segments(iteration, iteration), query).rows()
         return {"sample": sample, "conversation": _finite(conversation), "rows": self._listed(rows, ())}
 

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from verl_mg.view.rows import NAMES, NOTHING, NUMBERS
+from verl_mg.view.rows import EPISODES, NAMES, NOTHING, NUMBERS
 from verl_mg.view.segments import Segment
 
 FAILED, COMPLETED = "failed", "completed"
@@ -37,6 +37,7 @@ class Query:
     group: int | None = None
     prompt_id: int | None = None
     trajectory: int | None = None
+    episode: int | None = None  # all trajectories of an episode
     reward_from: float | None = None
     reward_to: float | None = None
     length_from: int | None = None  # smallest number of response tokens
@@ -82,6 +83,8 @@ class Query:
         for name in ("call", "group", "prompt_id", "trajectory"):
             if (value := getattr(self, name)) is not None:
                 conditions.append(segment.column(name) == value)
+        if self.episode is not None:
+            conditions.append(segment.column("trajectory") % EPISODES == self.episode)
         for name in ("finish", "source"):
             if (value := getattr(self, name)) is not None:
                 names = segment.names(name)

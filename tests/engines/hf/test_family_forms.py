@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,8 @@ def test_generate_in_another_form_draws_the_tokens_of_padded_rows(form, tmp_path
     module = HFEngine(tiny_model(tmp_path, "qwen3"), "cpu", torch.float32).module
     prompts = [(5, 6, 7), (8, 9), (5, 6, 7), (10,)]
     uniforms, limits = torch.rand(4, 12, generator=torch.Generator().manual_seed(0)), [12, 7, 12, 1]
-    sampling = Sampling(max_new_tokens=12, top_k=20, stop_token_ids=(3, 20, 21))
+    reports: dict[str, Any] = {"returns_support": True, "top_logprobs": 3}
+    sampling = Sampling(max_new_tokens=12, top_k=20, stop_token_ids=(3, 20, 21), **reports)
 
     def drawn(decoded, *forms):
         end = TextEnd(["12"], lambda tokens: "".join(map(str, tokens)), [()] * 4)
@@ -74,9 +76,12 @@ def test_generate_in_another_form_draws_the_tokens_of_padded_rows(form, tmp_path
             return decoded(module, *forms, prompts, uniforms, limits, sampling, lambda: False, text_end=end), end.ended
 
     (expected, ended), (found, also_ended) = drawn(decode), drawn(generate, form)
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected] and ended == also_ended
-    for (_, ours), (_, theirs) in zip(found, expected, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5)
+    assert [result.tokens for result in found] == [result.tokens for result in expected] and ended == also_ended
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+        assert ours.support.sizes.tolist() == [20] * len(ours.tokens) and len(ours.top) == len(ours.tokens)
+        assert torch.equal(ours.support.ids, theirs.support.ids)
+        torch.testing.assert_close(ours.top, theirs.top, atol=1e-5, rtol=0)
 
 
 def test_abort_of_a_form_of_the_family_returns_the_tokens_so_far(tmp_path):

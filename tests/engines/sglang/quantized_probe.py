@@ -30,13 +30,16 @@ def quantized(build: Any, fields: dict[str, Any]) -> Any:
     from sglang.srt.layers.quantization.fp8 import Fp8Config
     from sglang.srt.layers.quantization.w8a8_fp8 import W8A8Fp8Config
 
-    kinds = {"fp8": Fp8Config, "w8a8_fp8": W8A8Fp8Config, "compressed-tensors": CompressedTensorsConfig}
-    kind = kinds[fields["quant_method"]]
+    kinds = {"w8a8_fp8": W8A8Fp8Config, "compressed-tensors": CompressedTensorsConfig}
+    kind = kinds.get(fields["quant_method"], Fp8Config)
     if kind is CompressedTensorsConfig:  # its scheme asks for the GPU
         torch.cuda.get_device_capability = lambda *_: (9, 0)
 
     def build_quantized(model_config: Any, load_config: Any) -> Any:
-        model = build(model_config, load_config, kind.from_config(fields))
+        config = kind.from_config(fields)
+        if fields["quant_method"] == "mxfp8":  # else always blocks of 32
+            config.weight_block_size = fields["weight_block_size"]
+        model = build(model_config, load_config, config)
         for name, parameter in list(model.named_parameters()):
             parameter.data = parameter.data.float()
             if name.endswith((*OF_THE_CACHE, "weight_shape")):

@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 import verl_mg
 from tests.helpers import warm_start
-from tests.helpers.internals import missing_internals
+from tests.helpers.internals import missing_internals, printed
 from tests.helpers.traces import needs_sglang
 from verl_mg.engines import sglang
 
@@ -32,3 +34,11 @@ def test_internals_that_sglang_does_not_have_are_named_with_its_version(tmp_path
 def test_internals_of_sglang_are_imported_in_one_file():
     files = [file for file in Path(verl_mg.__file__).parent.rglob("*.py") if "from sglang.srt" in file.read_text()]
     assert files == [FOLDER / "internals.py"]
+
+
+@pytest.mark.nightly
+@needs_sglang
+def test_sampler_packs_as_many_candidates_as_a_step_has_at_most():
+    fewer, more = printed(warm_start.sglang().python, "tests.engines.sglang.candidates_probe")
+    assert fewer[1:] == [[2, 1], [0, 0]] and fewer[0][0] == [1, 3] and fewer[0][1][:1] == [1]
+    assert more[1:] == [[3, 1], [0, 0]] and set(more[0][0]) == {0, 1, 3} and len(more[0][1]) == 3

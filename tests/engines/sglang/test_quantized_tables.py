@@ -12,7 +12,7 @@ from verl_mg.engines.sglang.arguments import ON_CPU, QUANTIZATIONS
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.models.hf_config import read_config
 from verl_mg.reshard.encode import EncodedTarget, quantized_tensors
-from verl_mg.reshard.encoding import FP8, Int4, encoding_of
+from verl_mg.reshard.encoding import FP8, MXFP8, Int4, encoding_of
 from verl_mg.sharding.traced_table import read_rank_shards
 from verl_mg.sharding.weight_table import weight_table
 
@@ -20,6 +20,7 @@ BLOCK = 8
 ENCODINGS = {
     "fp8": FP8(rows=BLOCK, columns=BLOCK),
     "w8a8_fp8": encoding_of("fp8_channel"),
+    "mxfp8": MXFP8(columns=BLOCK),
     "compressed-tensors": Int4(columns=BLOCK),
 }
 GROUP = QUANTIZATIONS["int4"]["config_groups"]["group_0"]
@@ -28,6 +29,7 @@ FIELDS = {
     | {"config_groups": {"group_0": GROUP | {"weights": GROUP["weights"] | {"group_size": BLOCK}}}},
     "fp8": {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
     "w8a8_fp8": {},
+    "mxfp8": QUANTIZATIONS["mxfp8"] | {"weight_block_size": [1, BLOCK]},
 }
 
 
@@ -48,6 +50,7 @@ def comparable(shards):
     [
         ("deepseek_v3", "fp8", "tp2-ep2"),
         ("qwen3_moe", "w8a8_fp8", "tp2"),
+        ("qwen3", "mxfp8", "tp2"),
         *(
             pytest.param(*case, marks=pytest.mark.nightly)
             for case in (
@@ -58,6 +61,9 @@ def comparable(shards):
                 ("qwen3_moe", "fp8", "tp2-ep2"),
                 ("mixtral", "fp8", "tp2"),
                 ("llama", "w8a8_fp8", "tp2"),
+                ("gemma2", "mxfp8", "tp2"),
+                ("qwen2", "mxfp8", "tp2-pp2"),
+                ("qwen3_5", "mxfp8", "tp2"),
                 ("deepseek_v2_lite", "fp8", "tp2-pp2"),
                 ("deepseek_v3", "fp8", "tp2-adp2"),
             )

@@ -12,8 +12,16 @@ from tests.helpers.internals import printed
 from tests.helpers.tiny_models import tiny_model
 from tests.helpers.traces import needs_sglang
 from verl_mg.engines.engine_options import EngineOptions
-from verl_mg.engines.sglang.arguments import EXPERT_RUNNER, FLOAT32_ATTENTION, IN_ORDER, engine_arguments
+from verl_mg.engines.sglang.arguments import (
+    EXPERT_RUNNER,
+    FLOAT32_ATTENTION,
+    FP8_PRODUCTS,
+    IN_ORDER,
+    MXFP8_IN_ORDER,
+    engine_arguments,
+)
 from verl_mg.layout import EngineLayout
+from verl_mg.reshard.encoding import encoding_of
 
 pytestmark = needs_sglang
 
@@ -47,8 +55,9 @@ def sglang_says(tmp_path_factory) -> dict[str, Any]:
             for wire in WIRES:
                 add(generation, family, wire=wire, routed_experts=True)
         add(generation, "qwen3_moe", False, wire="cast")
+    add("B200", "qwen3", wire="mxfp8")
     said = printed(warm_start.sglang().python, "tests.engines.sglang.resolution_probe", json.dumps([*cases.values()]))
-    return {"choices": said["choices"], **dict(zip(cases, said["cases"], strict=True))}
+    return said | dict(zip(cases, said["cases"], strict=True))
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)
@@ -75,6 +84,17 @@ def test_routers_report_their_choice_for_the_runners_that_are_permitted(sglang_s
 def test_scales_of_blocks_are_not_packed_on_blackwell(sglang_says, family):
     chosen = {name: sglang_says[name, family, "fp8_block", True]["fp8_gemm_runner_backend"] for name in GENERATIONS}
     assert chosen == {"A100": "auto", "H100": "auto", "B200": "triton"}
+
+
+def test_products_in_mxfp8_read_weights_in_the_order_in_which_they_are_written(sglang_says):
+    assert sglang_says["B200", "qwen3", "mxfp8", True][FP8_PRODUCTS] == "auto"
+    assert {*sglang_says["mxfp8_by_default"]} <= {*MXFP8_IN_ORDER}
+    in_order = {kernel for kernel, seen in sglang_says["mxfp8"].items() if all(seen.values())}
+    assert in_order == {*MXFP8_IN_ORDER} - {"auto"}
+    assert not sglang_says["mxfp8"]["flashinfer_trtllm"]["weight"]
+    encoding = encoding_of("mxfp8")
+    dtypes = {"weight": str(encoding.dtype), "weight" + encoding.scale_suffix: str(encoding.scale_dtype)}
+    assert sglang_says["mxfp8_dtypes"] == dtypes
 
 
 @pytest.mark.parametrize("generation", GENERATIONS)

@@ -85,6 +85,21 @@ def test_policy_learns_a_text_game_by_the_protocol_of_openenv(learn, start_serve
     Goal("reward/mean", (0.0, 0.25), 1.0, 0.15).check(lines)
 
 
+def test_policy_learns_both_parts_of_a_game_by_the_reward_of_each(learn):
+    digits = [f"{a}{b}" for a in NUMBERS for b in NUMBERS]
+    lines = learn(
+        "signals",
+        [{"prompt": f"{pair}="} for pair in digits],
+        f"rollout.agent={SCRIPTS / 'signals.py'}:run",
+        "rollout.agent_names=[caller, guesser]",
+        iterations=80,
+    )
+    for name in ("caller", "guesser"):
+        print(name, *(round(line[f"reward/agent/{name}"], 2) for line in lines))
+    Goal("reward/agent/caller", (0.0, 0.2), 1.0, 0.3).check(lines)
+    Goal("reward/agent/guesser", (-5.0, -3.0), 5.0, 3.0).check(lines)
+
+
 def test_policy_learns_to_repair_its_answer_by_a_command_in_the_sandbox(learn):
     digits = [f"{a}{b}" for a in range(10) for b in range(3)]
     lines = learn(

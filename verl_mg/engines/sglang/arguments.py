@@ -32,6 +32,7 @@ QUANTIZATIONS: dict[Wire, dict[str, Any] | None] = {
         "weight_block_size": [128, 128],
     },
     "fp8_channel": {"quant_method": "w8a8_fp8"},
+    "mxfp8": {"quant_method": "mxfp8", "activation_scheme": "dynamic", "weight_block_size": [1, 32]},
     "int4": {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -87,6 +88,9 @@ IN_ORDER = (EXPERT_RUNNER, "deep_gemm")
 # into which no update can be written.
 BLACKWELL_FP8 = "triton"
 FP8_PRODUCTS = "fp8_gemm_runner_backend"
+# Kernels of products in MXFP8 that read the weights in order, and the scales from a copy in their own form, which
+# SGLang computes again at the end of each update. Another one has the rows of the weights themselves shuffled.
+MXFP8_IN_ORDER = ("auto", "flashinfer_cutedsl", "flashinfer_cutlass", "deep_gemm")
 RUNNERS = ("moe_runner_backend", "speculative_moe_runner_backend")
 # Environment of all engines. SGLang would keep the features of images over updates of the vision tower, and on GPUs
 # fuse two projections of an indexer that the weight table has apart, or, if a variable says so, exchange rows of the
@@ -216,6 +220,13 @@ ON_GPUS_REFUSED: tuple[Refusal[EngineCase], ...] = (
             and c.extra_beyond((FP8_PRODUCTS, *RUNNERS), (BLACKWELL_FP8,)),
             "rollout.sglang.{value}: on Blackwell it keeps scales of rollout.wire=fp8_block in a form into which no "
             "update can be written. Leave it out."),
+    *under(
+        "rollout.wire=mxfp8", lambda c: c.wire == "mxfp8",
+        (lambda c: not c.blackwell,
+         "SGLang has MXFP8 on Blackwell and newer GPUs only. Write rollout.wire=fp8_block."),
+        (lambda c: c.extra_beyond((FP8_PRODUCTS,), MXFP8_IN_ORDER),
+         "rollout.sglang.{value} does not read weights in the order in which they are written. Leave it out."),
+    ),
 )  # fmt: skip
 
 
@@ -290,7 +301,7 @@ def _on_cpu(options: EngineOptions) -> dict[str, Any]:
         "disable_cuda_graph": True,
         "disable_overlap_schedule": True,
         "mem_fraction_static": 0.1,
-        "max_total_tokens": min(options.max_running * options.max_positions, CPU_KEY_VALUE_TOKENS),
+        "max_total_tokens": min(options.requests_on_cpu * options.max_positions, CPU_KEY_VALUE_TOKENS),
         # Idle engines share the cores with training.
         "sleep_on_idle": True,
         "lora_backend": "torch_native",

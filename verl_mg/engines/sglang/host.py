@@ -185,6 +185,10 @@ class SGLangHost(EngineHost):
         """Returns what the schedulers have made of the arguments; nothing on a further node of an engine."""
         return choices((await self._manager.get_internal_state())[0]) if self._manager else {}
 
+    async def size(self) -> dict[str, int]:
+        """Returns the size of all data-parallel schedulers; nothing on a further node of an engine."""
+        return size(await self._manager.get_internal_state()) if self._manager else {}
+
     def shutdown(self) -> None:
         """Ends all processes of SGLang."""
         self._engine.shutdown()
@@ -297,6 +301,14 @@ def _under_support(
     """Returns the candidates among the likeliest tokens, by the log-probs of the drawn token in both distributions."""
     kept = set(candidates)
     return [(logprob - full + inside, token) for logprob, token in entries if token in kept]
+
+
+def size(states: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Returns the fields of `EngineHost.size`, from the state of each data-parallel scheduler."""
+    return {
+        "max_running": sum(state["effective_max_running_requests_per_dp"] for state in states),
+        "cache_tokens": sum(state["memory_usage"]["token_capacity"] for state in states),
+    }
 
 
 def load_counts(loads: Sequence[Mapping[str, Any]]) -> dict[str, int]:

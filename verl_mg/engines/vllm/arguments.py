@@ -46,7 +46,7 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
         "load_format": "dummy",  # random weights, without a read of the directory
         "worker_extension_cls": WORKER_EXTENSION,
         "dtype": options.dtype_name,
-        "hf_overrides": {"quantization_config": None},  # whatever config.json says: weights arrive as training has them
+        "hf_overrides": field_overrides(config),
         "tensor_parallel_size": layout.tp,
         "pipeline_parallel_size": layout.pp,
         "enable_expert_parallel": layout.ep > 1,
@@ -75,6 +75,15 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
     # GPU-RAN: not yet
     place = _on_gpus(config, options) if torch.cuda.is_available() else _on_cpu(config, options)
     return common | place | dict(options.extra)
+
+
+def field_overrides(config: HFConfig) -> dict[str, Any]:
+    """Returns the fields of config.json that vLLM is given in place of the model's."""
+    overrides: dict[str, Any] = {"quantization_config": None}  # weights arrive as training has them
+    if config.indexer:  # vLLM does not read `indexer_types`, and would build an indexer for layers that have none
+        kinds = ("F" if config.has_indexer(layer) else "S" for layer in range(config.layers))
+        overrides["index_topk_pattern"] = "".join(kinds)
+    return overrides
 
 
 def choices(arguments: Mapping[str, Any]) -> dict[str, str]:
@@ -197,7 +206,7 @@ def _key_value_bytes(config: HFConfig, options: EngineOptions) -> int:
     heads = max(1, config.kv_heads // options.layout.tp)
     width = sum(CPU_LATENT) if config.latent else 2 * heads * config.head_dim
     blocks = -(-options.max_positions // CPU_BLOCK_TOKENS)
-    tokens = min(options.max_running * blocks * CPU_BLOCK_TOKENS, CPU_KEY_VALUE_TOKENS)
+    tokens = min(options.requests_on_cpu * blocks * CPU_BLOCK_TOKENS, CPU_KEY_VALUE_TOKENS)
     # One block is vLLM's own.
     tokens = max(tokens, blocks * CPU_BLOCK_TOKENS) + CPU_BLOCK_TOKENS
     return tokens * config.layers * width * options.dtype.itemsize

@@ -174,6 +174,12 @@ class VLLMHost(EngineHost):
         }
         return choices(resolved) | {"attention": self._attention}
 
+    async def size(self) -> dict[str, int]:
+        """Implements `EngineHost.size`."""
+        config = self._engine.vllm_config
+        cache_tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
+        return {"max_running": config.scheduler_config.max_num_seqs, "cache_tokens": cache_tokens}
+
     def shutdown(self) -> None:
         """Ends all processes of vLLM."""
         self._engine.shutdown()

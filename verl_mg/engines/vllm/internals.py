@@ -411,7 +411,9 @@ def unloaded_model(
     from vllm.model_executor.models import utils as model_utils
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    from verl_mg.engines.vllm.arguments import layer_partition  # workers, which import this file, need no configuration
+    # Workers, which import this file, need no configuration.
+    from verl_mg.engines.vllm.arguments import field_overrides, layer_partition
+    from verl_mg.models.transformers_module import read_any_config
 
     library().check()
     inspect_models_here()
@@ -427,6 +429,7 @@ def unloaded_model(
         distributed_executor_backend="mp",
         enforce_eager=True,
         load_format="dummy",
+        hf_overrides=field_overrides(read_any_config(model_dir)),
         max_model_len=64,
         kv_cache_memory_bytes=1 << 20,
     )

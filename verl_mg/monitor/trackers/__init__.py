@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from verl_mg.config import Config
 from verl_mg.monitor.status import METRICS
@@ -20,12 +21,13 @@ EVALUATIONS = "evaluation.md"
 
 def run_name(config: Config) -> str:
     """Returns the name of a run for services and alarms."""
-    return config.tracking.name or config.job.output.absolute().name
+    output = config.job.output
+    return config.tracking.name or (output.absolute() if isinstance(output, Path) else output).name
 
 
 def build_trackers(title: str, config: Config, timer: PhaseTimer, first_step: int = 0) -> list[RetryingTracker]:
     """Opens the trackers of a job; called on one rank. `first_step` is 0 in a new run, for the evaluation before it."""
-    output = config.job.output
+    output = config.job.folder
     run = RunInfo(
         folder=output, project=config.tracking.project, name=run_name(config), tree=config.model_dump(mode="json")
     )

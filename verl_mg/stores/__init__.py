@@ -1,0 +1,1 @@
+"""Places of runs: folders on a file system, and objects below a URL."""
