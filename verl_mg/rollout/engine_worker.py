@@ -376,7 +376,7 @@ class EngineWorker:
         return min(self.num_slots - len(self._in_flight), engine.num_free_slots())
 
     def _observe(self, engine: RolloutEngine) -> None:
-        """Takes the counters of the engine, and sets the limit by them."""
+        """Adds the engine's counters to the worker's, and sets the limit by them."""
         counts = dict(engine.take_counts())
         # Samples that are complete were part of this load, and are in flight until they are stored.
         if self._limit and (state := self._limit.observe(counts, self._in_flight)):
