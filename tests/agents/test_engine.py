@@ -349,6 +349,19 @@ json.dump(reward, open(os.environ["VERL_MG_REWARD"], "w"))
 OF_DEBATE = {"solver": Reward(1.0, {"turns": 4.0}), "critic": Reward(0.5, {"turns": 4.0, "tone": 3.0})}
 
 
+def test_replies_of_agents_with_names_do_not_depend_on_who_asks_first(hf_engine, run_agents):
+    def replies(*order: str) -> dict[str, Any]:
+        async def agent(session: Session, sample: Any) -> None:
+            for name in order:
+                await ask(session, session.messages, model=name, max_tokens=5)
+
+        (sample,), _ = run_agents(hf_engine, agent, 1, names=["solver", "critic"])
+        return {turn.model: turn.reply for turn in sample.trajectory.turns}
+
+    first = replies("solver", "critic")
+    assert first == replies("critic", "solver") and first["solver"] != first["critic"]
+
+
 @pytest.mark.parametrize("kind", ["function", "command"])
 def test_agents_with_names_have_separate_segments_and_rewards(hf_engine, run_agents, kind):
     command = functools.partial(run_command, ["python3", "-c", DEBATE], timeout=LIMIT)

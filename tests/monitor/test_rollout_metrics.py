@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl_mg.batch import Batch
+from verl_mg.batch import SUPPORT_IDS, SUPPORT_SIZES, Batch
 from verl_mg.monitor.metrics import mismatch_metrics, rollout_metrics
 
 ROWS, VERSION = 11, 6
@@ -31,6 +31,8 @@ def rows() -> Batch:
     versions = torch.randint(2, VERSION + 1, (total,), generator=generator)
     batch["policy_versions"] = torch.where(batch["loss_mask"], versions, -1)
     batch["truncated"] = torch.rand(ROWS, generator=generator) < 0.5
+    batch[SUPPORT_SIZES] = torch.where(batch["loss_mask"], batch["tokens"], 0).int()
+    batch[SUPPORT_IDS] = torch.arange(int(batch[SUPPORT_SIZES].sum()), dtype=torch.int32)
     return batch
 
 
@@ -61,6 +63,7 @@ def by_hand() -> dict[str, float]:
         "response/truncated": fmean(batch["truncated"].tolist()),
         "response/samples": ROWS,
         "rollout/staleness": fmean(ages),
+        "rollout/candidates": fmean(batch["tokens"][scored].tolist()),
         "reward/mean": fmean(rewards),
         "reward/std": math.sqrt(fmean((r - fmean(rewards)) ** 2 for r in rewards)),
         "mismatch/mean_abs": fmean(abs(d) for d in differences),
@@ -109,7 +112,7 @@ def test_rollout_metrics_without_samples_or_columns(ranks):
     assert ranks.run(2, metrics, [[], [[]]]) == [{}, {}]
     (empty,) = ranks.run(1, metrics, [[[ROWS - 1]]])
     assert empty["response/length"] == 0 and not [name for name in empty if name.startswith("mismatch")]
-    for found in ranks.run(2, without, [[[0, 1]], [[2]]], ["old_logprobs", "reward"]):
+    for found in ranks.run(2, without, [[[0, 1]], [[2]]], ["old_logprobs", "reward", SUPPORT_SIZES, SUPPORT_IDS]):
         assert found.keys() == {"response/length", "response/truncated", "response/samples", "rollout/staleness"}
 
 

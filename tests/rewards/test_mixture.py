@@ -27,6 +27,9 @@ def test_combine_of_rewards_by_agent_is_by_agent():
     critic = Reward(2.0, {"style": 2.0, "math": 1.0, "math/correct": 1.0}, "7")
     solver = Reward(3.0, {"style": 4.0, "style/form": 3.0, "math": 1.0, "math/correct": 1.0}, "7")
     assert combined == Reward(2.5, agents={"critic": critic, "solver": solver})
+    others = {"style": style, "math": Reward.by_agent({"judge": Reward(1.0)})}
+    with pytest.raises(UserError, match=r"different agents \(critic, judge, solver\)"):
+        Mixture({"style": 0.5, "math": 1.0}).combine(others)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,9 @@ def test_replay_on_the_same_ranks_is_bitwise_identical(ranks, inputs, tmp_path, 
     there = of_training(run)
     assert of_training(again) == {step: there[step] for step in (2, 3)}
     assert samples_of(again, 3) == samples_of(run, 3)
+    # What the recipe computes for each likeliest token is not recorded, only what it has received of them.
+    of_likeliest = {"sampler_top", "old_top", "centering"} & samples_of(run, 3)[0].keys()
+    assert of_likeliest == ({"sampler_top"} if recipe != "changing" else set())
     assert there[3]["actor/grad_norm"] > 0 and not (again / "checkpoints").exists()
 
 

@@ -87,6 +87,7 @@ def test_store_without_its_package_raises(monkeypatch):
         ("s3://bucket/a/../b", "it names no folder of a bucket"),
         ("s3://key:secret@bucket/a", "it names no folder of a bucket"),
         ("s3://bucket/a?token=1", "it names no folder of a bucket"),
+        ("s3://bucket/my runs", "it names no folder of a bucket, or with characters"),
     ],
 )
 def test_parse_of_another_store_or_a_malformed_url_raises(text, message):

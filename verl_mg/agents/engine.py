@@ -174,7 +174,9 @@ class AgentEngine(EngineWrapper):
 
     async def _generate(self, session: OpenSession, context: Context, sampling: Sampling) -> Sample:
         """Returns the reply of the engine; called in the server's thread."""
-        seed = hashlib.blake2b(f"{session.request.seed}:{next(session.seeds)}".encode(), digest_size=8).digest()
+        # Of each agent: when several act at the same time, their requests arrive in any order.
+        number = f"{context.agent}{next(session.seeds[context.agent])}"
+        seed = hashlib.blake2b(f"{session.request.seed}:{number}".encode(), digest_size=8).digest()
         request = Request(next(self._numbers), context.tokens, int.from_bytes(seed) >> 1, images=context.images)
         turn = _Turn(session.request.id, request, sampling)
         self._events.put(turn)

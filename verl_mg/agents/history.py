@@ -81,6 +81,7 @@ class Context:
     rendered: str
     keys: tuple[bytes, ...]  # keys of the tools, and of each beginning of the messages with them
     images: RowImages = ()  # images whose placeholders the tokens have, in their order
+    agent: str = ""  # agent of the request, where agents have names
 
 
 class ConversationHistory:
@@ -114,7 +115,7 @@ class ConversationHistory:
         known_here = ((call.agent, key) in self._replies or key in self._prompts for key in keys)
         seen = max((i for i, is_known in enumerate(known_here) if is_known), default=0)
         number = known.segment if known else None
-        return Context(tokens, length, call.messages[seen:], number, rendered, keys, images)
+        return Context(tokens, length, call.messages[seen:], number, rendered, keys, images, call.agent)
 
     def _known_part(
         self, messages: Sequence[Mapping[str, Any]], call: Call, keys: Sequence[bytes], rendered: str

@@ -15,6 +15,7 @@ import itertools
 import secrets
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -49,7 +50,8 @@ class OpenSession:
     turns: list[ConversationTurn] = field(default_factory=list)
     num_generated: int = 0  # tokens of all replies
     log: str = ""  # end of the agent's log
-    seeds: itertools.count[int] = field(default_factory=itertools.count)  # numbers of the replies, for their seeds
+    seeds: dict[str, itertools.count[int]] = field(default_factory=lambda: defaultdict(itertools.count))
+    """Numbers of the replies of each agent, for their seeds."""
 
     def write_log(self, text: str) -> None:
         """Adds text to the log, of which the end is kept."""

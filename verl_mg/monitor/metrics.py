@@ -16,7 +16,7 @@ from torch import Tensor
 from verl_mg import device
 from verl_mg.algorithms import mismatch
 from verl_mg.algorithms.aggregation import segment_totals
-from verl_mg.batch import Batch
+from verl_mg.batch import SUPPORT_SIZES, Batch
 from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
 from verl_mg.models.flops import RowFlops, row_flops
 from verl_mg.training.microbatch import SHARED_TOKENS, MicroBatch
@@ -203,6 +203,8 @@ def rollout_metrics(batches: Sequence[Batch], version: int, agent_names: Sequenc
         "response/samples": samples,
         "rollout/staleness": sums["staleness"] / max(sums["tokens"], 1.0),
     }
+    if "candidates" in sums:
+        metrics["rollout/candidates"] = sums["candidates"] / max(sums["tokens"], 1.0)
     if "reward" in sums:
         mean = sums["reward"] / samples
         metrics["reward/mean"] = mean
@@ -227,6 +229,8 @@ def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
         "truncated": truncated.double().sum(),
         "staleness": (version - batch["policy_versions"][mask]).double().sum(),
     }
+    if SUPPORT_SIZES in batch:
+        sums["candidates"] = batch[SUPPORT_SIZES].double().sum()
     if "reward" in batch:
         reward = samples["reward"].double()
         sums |= {"reward": reward.sum(), "reward_squared": reward.square().sum()}

@@ -66,6 +66,12 @@ class Mixture:
         """
         if by_agent := [reward.agents.keys() for reward in rewards.values() if reward.agents]:
             agents = [agent for agent in by_agent[0] if all(agent in others for others in by_agent)]
+            if not agents:
+                names = ", ".join(sorted({agent for of_one in by_agent for agent in of_one}))
+                raise UserError(
+                    f"reward.mixture: its rewards are of different agents ({names}), and no agent has all of them. "
+                    "Return from each a number for every agent, or one number for all."
+                )
             of_agents = ({name: reward.of(agent) for name, reward in rewards.items()} for agent in agents)
             return Reward.by_agent(dict(zip(agents, map(self.combine, of_agents), strict=True)))
         parts: dict[str, float] = {}

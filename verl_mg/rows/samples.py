@@ -34,7 +34,7 @@ Conversation = Mapping[str, Any]
 """Trajectory without its tokens: turns, sizes of the segments, log, error, and the reward of the agent.
 
 As text it is JSON in ASCII, which escapes the lone surrogates that UTF-8 cannot encode."""
-NOT_RECORDED = frozenset({"generated_by", "score_id", TEACHER_HIDDEN, TEACHER_TOP})
+NOT_RECORDED = frozenset({"generated_by", "score_id", "old_top", "centering", TEACHER_HIDDEN, TEACHER_TOP})
 """Columns without meaning outside the processes that generated the row, or with hundreds of numbers for a token."""
 
 

@@ -37,7 +37,10 @@ class ObjectUrl:
             )
         bucket, _, prefix = text.removeprefix("s3://").rstrip("/").partition("/")
         if not text.startswith("s3://") or not _BUCKET.fullmatch(bucket) or not _PREFIX.fullmatch(prefix):
-            raise ValueError(f"it names no folder of a bucket. Write {EXAMPLE}")
+            raise ValueError(
+                f"it names no folder of a bucket, or with characters that are not letters, digits or '_.+=-'. Write "
+                f"{EXAMPLE}"
+            )
         return cls(bucket, prefix)
 
     def __str__(self) -> str:
