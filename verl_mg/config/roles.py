@@ -327,6 +327,9 @@ class RolloutConfig(ConfigSection):
     """Release weights and cache of engines while training. Has no effect with `num_ranks`."""
     replay_routing: bool = False
     """Train with the experts that the engine selected for each token, for mixture-of-experts models."""
+    replay_selections: bool = False
+    """Train with the keys that the engine selected for each token, for models with sparse attention. For SGLang engines
+    of the job whose ranks attend to whole requests: a `layout` of tp1, or with adp as large as tp."""
     max_mismatch: MaxMismatch = "auto"
     """Largest mean of |log-prob of the trainer - of the engine| in nats, over the first samples that are generated
     after a start, and before them over the end of a row as long as the longest prompt and response. With a larger one
