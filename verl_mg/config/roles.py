@@ -334,8 +334,8 @@ class RolloutConfig(ConfigSection):
     """Largest mean of |log-prob of the trainer - of the engine| in nats, over the first samples that are generated
     after a start, and before them over the end of a row as long as the longest prompt and response. With a larger one
     the job ends before it trains. auto: 1e-3 in float32, 0.05 in bfloat16, 0.2 with a quantized `wire` or
-    `kv_cache_dtype`, training in FP8, or a mixture of experts without `replay_routing` (0.01 in float32). null: no
-    bound; metrics of `mismatch/` show the difference."""
+    `kv_cache_dtype`, training in FP8, or a mixture of experts without `replay_routing` or sparse attention without
+    `replay_selections` (0.01 in float32). null: no bound; metrics of `mismatch/` show the difference."""
     request_timeout_s: float = Field(3600.0, gt=0)
     """Seconds after which a request to an engine is aborted; its sample ends there with finish reason timeout."""
     python: Path | None = None

@@ -38,6 +38,7 @@ class PrescribedKeys:
     """Keys that this rank's t = T / (cp * tp) tokens attend to."""
 
     known: Tensor  # (t,) bool; the indexer selects the keys of other tokens
+    # In host memory: all micro-batches of a pass are packed before the first one is computed.
     bits: Mapping[int, Tensor]  # of each layer that selects: (t, longest / 8) uint8, see `sparse_attention`
 
     @classmethod
@@ -57,11 +58,11 @@ class PrescribedKeys:
         longest = int((order.lengths if order.key_lengths is None else order.key_lengths).max())
         bits = torch.zeros(len(layers), len(tokens), -(-longest // 8), dtype=torch.uint8)
         bits[:, torch.arange(len(tokens)).repeat_interleave(counts), positions_of(counts)] = entries.T
-        return cls(copy_to(device, counts > 0), dict(zip(layers, copy_to(device, bits), strict=True)))
+        return cls(copy_to(device, counts > 0), dict(zip(layers, bits, strict=True)))
 
     def replace(self, layer: int, selected: Tensor) -> Tensor:
         """Returns selections (t, longest / 8) of a layer with those that are prescribed in their place."""
-        return torch.where(self.known[:, None], self.bits[layer], selected)
+        return torch.where(self.known[:, None], copy_to(selected.device, self.bits[layer]), selected)
 
 
 def check_selected_keys(rows: Batch, config: HFConfig) -> None:
