@@ -1,11 +1,10 @@
 """Replay of selected keys against `transformers` whose indexers give the prescribed keys."""
 
-import copy
-
 import pytest
 import torch
 
-from tests.helpers.tiny_models import nightly, oracle, rows_for, tiny_model
+from tests.helpers.given_keys import drawn_keys, net_with_keys, with_keys
+from tests.helpers.tiny_models import nightly, rows_for, tiny_model
 from tests.megatron.training import assert_equal, one_rank, train, train_in_plain_torch
 from verl_mg.errors import UserError
 from verl_mg.fsdp.mesh import MeshGroups
@@ -28,56 +27,17 @@ def model(tmp_path_factory):
 
 
 def rows(model, selections=None):
-    """With the keys of each token (one list for each layer that selects, or None) as columns."""
     batch = rows_for(model)
-    if selections is not None:
-        positions = batch.positions.tolist()
-        sizes = [position // 8 + 1 if own else 0 for own, position in zip(selections, positions, strict=True)]
-        parts = [(own, size) for own, size in zip(selections, sizes, strict=True) if own]
-        numbers = [[sum(1 << key for key in keys).to_bytes(size, "little") for keys in own] for own, size in parts]
-        entries = [entry for own in numbers for entry in zip(*own, strict=True)]
-        batch["selection_sizes"] = torch.tensor(sizes, dtype=torch.int32)
-        batch["selected_keys"] = torch.tensor(entries, dtype=torch.uint8)
-    return batch
+    return batch if selections is None else with_keys(batch, selections)
 
 
 def drawn(model):
-    """Random keys, of two thirds of the tokens that have more than they attend to."""
-    generator = torch.Generator().manual_seed(1)
-
-    def of_token(position):
-        chosen = [torch.randperm(position + 1, generator=generator)[:TOP_K].tolist() for _ in SELECTING]
-        return chosen if position >= TOP_K and torch.rand(1, generator=generator) < 0.67 else None
-
-    return [of_token(position) for position in rows(model).positions.tolist()]
-
-
-class ForcedKeys:
-    """Put behind an indexer of `transformers`: other keys, of tokens that come in their order, pass after pass."""
-
-    def __init__(self, selections):
-        self.selections, self.at, self.own = selections, 0, []
-
-    def __call__(self, indexer, inputs, output):
-        given = self.selections[self.at : self.at + output.shape[1]]
-        self.at = (self.at + output.shape[1]) % len(self.selections)
-        self.own += output[0].tolist()
-        taken = [own if keys is None else keys for own, keys in zip(output[0].tolist(), given, strict=True)]
-        return torch.tensor([taken], dtype=output.dtype)
-
-
-def net_with(model, selections):
-    """The model, and what is behind its indexers."""
-    net, forced = copy.deepcopy(oracle(model)), []
-    for number, layer in enumerate(SELECTING):
-        forced.append(ForcedKeys([own and own[number] for own in selections]))
-        net.model.layers[layer].self_attn.indexer.register_forward_hook(forced[-1])
-    return net, forced
+    return drawn_keys(rows(model), TOP_K, len(SELECTING))
 
 
 @pytest.fixture(scope="module")
 def expected(model, tmp_path_factory):
-    net, _ = net_with(model, drawn(model))
+    net, _ = net_with_keys(model, SELECTING, drawn(model))
     return train_in_plain_torch(net, rows(model), tmp_path_factory.mktemp("expected"))
 
 
@@ -98,11 +58,11 @@ def test_train_with_selected_keys_equals_transformers(ranks, model, expected, la
 @pytest.mark.parametrize(("layout", "count"), [("tp1", 1), *nightly(("tp2-cp2", 4), ("pp2", 2))])
 def test_train_with_the_keys_that_the_indexer_selects_changes_nothing(ranks, model, expected, layout, count):
     batch = rows(model)
-    net, forced = net_with(model, [None] * batch.total_tokens)
+    net, forced = net_with_keys(model, SELECTING, [None] * batch.total_tokens)
     with torch.no_grad():
         for row in range(len(batch)):
             net(batch.row("tokens", row)[None])
-    own = [list(keys) for keys in zip(*(behind.own for behind in forced), strict=True)]
+    own = [list(keys) for keys in zip(*(behind.selected for behind in forced), strict=True)]
     seen = [keys if p >= TOP_K else None for keys, p in zip(own, batch.positions.tolist(), strict=True)]
     free = ranks.run(count, train, model, layout, batch)
     for one, other in zip(free, ranks.run(count, train, model, layout, rows(model, seen)), strict=True):
