@@ -317,12 +317,19 @@ def _data_of_others(folder: Path, name: str, overrides: list[str]) -> list[dict[
         return read_lines(config.job.output / "metrics.jsonl")
 
 
-def test_agent_of_the_page_trains_with_the_command_shown(ranks, tmp_path):
-    (tmp_path / "agent.py").write_text(shown("docs/agents.md", "agent.py"))
+@pytest.mark.parametrize(
+    ("name", "overrides_of_agent"),
+    [
+        ("agent.py", []),
+        pytest.param("debate.py", ["rollout.agent_names=[solver, critic]"], marks=pytest.mark.nightly),
+    ],
+)
+def test_agent_of_the_page_trains_with_the_command_shown(ranks, tmp_path, name, overrides_of_agent):
+    (tmp_path / "agent.py").write_text(shown("docs/agents.md", name))
     text = re.sub(r" *\\\n *", " ", TEXTS["docs/agents.md"])
     ((config, overrides),) = re.findall(r"train recipes/grpo.py --config (\S+) (.*)$", text, re.MULTILINE)
     repeat_digit.make(tmp_path / "runs" / "repeat_digit")
-    lines = ranks.run(2, _with_agent, tmp_path, ROOT / config, overrides.split())[0]
+    lines = ranks.run(2, _with_agent, tmp_path, ROOT / config, [*overrides.split(), *overrides_of_agent])[0]
     assert [line["reward/length"] > 0 for line in lines] == [True, True]
 
 

@@ -3,6 +3,7 @@
 import pytest
 from pyarrow import parquet
 
+from tests.helpers.traces import needs_sglang
 from tests.recipes.tiny_runs import tiny_run
 
 SIZES = ["job.iterations=2", "job.save=false", "algorithm.prompts_per_iteration=8", "algorithm.group_size=4"]
@@ -50,6 +51,14 @@ def test_run_on_candidates_has_the_log_probs_of_the_engine_on_any_backend(
     for line, other in zip(found, alone[0], strict=True):
         for name in ("reward/mean", "actor/loss", "actor/grad_norm", "kl/mean"):
             assert line[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+
+
+@needs_sglang
+@pytest.mark.nightly
+def test_run_on_candidates_of_sglang_has_its_log_probs(ranks, tasks, tmp_path):
+    lines = run(ranks, tasks(0), tmp_path / "run", "rollout.engine=sglang")
+    assert max(line["mismatch/max_abs"] for line in lines) < 1e-5 and abs(lines[0]["kl/mean"]) < 1e-6
+    assert min(line["actor/grad_norm"] for line in lines) > 1e-3
 
 
 def test_run_on_candidates_records_them(alone):

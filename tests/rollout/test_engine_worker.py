@@ -102,9 +102,9 @@ def test_workers_of_a_call_need_few_requests_and_all_ranks_see_restarts_in_order
         assert len(rank.store.requests) < 75, rank.store.requests
 
 
-def test_limit_by_the_load_bounds_what_is_in_flight_and_grows_in_an_engine_with_room():
+def test_limit_by_the_load_bounds_what_is_in_flight_and_grows_while_the_cache_is_free():
     class Engine(SlowEngine):
-        """Has room for 1000 tokens, of which a sample uses 2, and completes the oldest half of its samples."""
+        """Has a cache of 1000 tokens, of which a sample uses 2, and completes the oldest half of its samples."""
 
         sizes: ClassVar[list[int]] = []
 

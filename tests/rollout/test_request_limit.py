@@ -1,7 +1,6 @@
 """The limit of an engine by its load, with an engine that is simulated token by token."""
 
 import random
-import re
 from collections import Counter
 from contextlib import closing
 from itertools import pairwise
@@ -11,7 +10,7 @@ from torch.distributed import HashStore
 
 from tests.helpers.engines import SGLANG, bring_weights, options_of
 from verl_mg.data.prompts import Prompt
-from verl_mg.engines.engine import SHRINKING, Request, Sampling, observed_load
+from verl_mg.engines.engine import FULL, LIMIT, LIMITED, Request, Sampling, count_metrics, observed_load
 from verl_mg.engines.kinds import PROCESSES
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.models.tiny_model import make_tiny_model
@@ -21,6 +20,8 @@ from verl_mg.rollout.request_limit import LARGEST_STEP, LimitState, RequestLimit
 from verl_mg.rollout.work_queue import WorkQueue
 
 LONGEST = 512
+SPECIAL = (0, 1, 2, 3)
+"""Tokens of a tiny model that are no characters, its end of a response among them."""
 
 
 class SimulatedEngine:
@@ -119,28 +120,32 @@ def test_limit_learns_nothing_without_observations_or_from_few_samples():
 
 
 @pytest.mark.nightly
-def test_sglang_retracts_requests_at_a_fixed_number_and_none_by_its_load(tmp_path):
+@pytest.mark.parametrize("kind", [SGLANG])
+def test_requests_fill_the_cache_of_an_engine_and_wait_at_a_fixed_number_and_hardly_by_its_load(tmp_path, kind):
     sizes = {"hidden": 64, "max_positions": 256, "init_std": 0.2}
     model = make_tiny_model(tmp_path / "model", "llama", characters="abcdefgh", **sizes)
     # The engine takes nearly all requests at once, as if they were short; they have a token to stop at, and never do.
     extra = {"max_total_tokens": 2048, "schedule_conservativeness": 0.05}
-    options = options_of(SGLANG, max_running=None, routed_experts=False, extra=extra)
-    sampling = Sampling(max_new_tokens=200, stop_token_ids=(3,), excluded_token_ids=(3,))
+    options = options_of(kind, max_running=None, routed_experts=False, extra=extra)
+    sampling = Sampling(max_new_tokens=200, stop_token_ids=SPECIAL, excluded_token_ids=SPECIAL)
     groups = [Group(Prompt(0, (4, 5, 6), "", None, {}), range(i, i + 4)) for i in range(0, 64, 4)]
-    store, log = HashStore(), tmp_path / "0.log"
-    with closing(ProcessEngine(PROCESSES[SGLANG], model, options, log)) as engine:
+    store = HashStore()
+    with closing(ProcessEngine(PROCESSES[kind], model, options, tmp_path / "0.log")) as engine:
         bring_weights(engine, model, 0)
         assert engine.num_cache_tokens() == 2048 and engine.num_free_slots() >= 64
-        num_retracted, samples = [], []
+        reports, samples = [], []
         for longest in (None, 203):
-            before, queue = len(log.read_text()), WorkQueue(store, f"{longest}", sampling, groups, len(groups))
+            queue = WorkQueue(store, f"{longest}", sampling, groups, len(groups))
             worker = EngineWorker(
                 engine, 1, EngineEvents(store), lambda i: Request(i, (4, 5, 6), i), samples.append, samples.append,
                 longest=longest,
             )  # fmt: skip
             worker.add(queue)
             worker.work_off(queue)
-            num_retracted.append(sum(map(int, re.findall(r"#retracted_reqs: (\d+)", log.read_text()[before:]))))
-            assert worker.take_counts().get(SHRINKING, 0) == 0
-    assert num_retracted[0] > 10 and num_retracted[1] == 0, num_retracted
+            reports.append(worker.take_counts())
+    fixed, limited = reports
+    # Where requests run with a full cache, the engine retracts some of them, which wait.
+    waiting = [count_metrics([report])["time/engine_waiting"] for report in reports]
+    assert fixed[FULL] > 0 and waiting[0] > 5 and waiting[1] < 0.1 * waiting[0], reports
+    assert limited[LIMITED] > 0 and limited[LIMIT] / limited[LIMITED] < 1.2 * 2048 / 203, limited
     assert len(samples) == 128 and all(len(sample.tokens) == 200 for sample in samples)

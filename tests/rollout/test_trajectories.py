@@ -274,7 +274,8 @@ def resume_waiting(model: Path, agents: Sequence[str]) -> tuple[dict[str, object
             state, local = rollout.state(), rollout.local_state()
             waiting = sorted(local.completed)
             texts = {i: SampleState.of(sample).model_dump_json() for i, sample in local.completed.items()}
-            back = {i: SampleState.model_validate_json(text).to_sample({}, {}) for i, text in texts.items()}
+            states = {i: SampleState.model_validate_json(text) for i, text in texts.items()}
+            back = {i: state.to_sample("completed", {}, {}) for i, state in states.items()}
             assert back == dict(local.completed)
             old_feed = feed
             rollout, role, feed = make_rollout(model, False, "loaded", **options)

@@ -151,3 +151,20 @@ def test_counts_of_a_replaced_file_are_read_again(tmp_path):
         after = ask("samples")["rows"][0]
     assert (before["agent_turns"], before["agent_error"]) == (1, None)
     assert (after["agent_turns"], after["agent_error"]) == (0, "it ended")
+
+
+def test_conversation_of_agents_with_names_is_that_of_their_episode(tmp_path):
+    # The first agent has the segments 0 and 2, the second one 1; numbers are as in recorded files.
+    run = write_agent_run(tmp_path / "run", iterations=1)
+    file = run / "samples" / "000001" / f"rank-{FORKED % 2}.parquet"
+    table = pq.read_table(file)
+    ids = zip(table["sample_id"].to_pylist(), table["trajectory"].to_pylist(), strict=True)
+    numbers = [number + (2**40 if sample == FORKED * MAX_SEGMENTS + 1 else 0) for sample, number in ids]
+    pq.write_table(table.set_column(table.schema.get_field_index("trajectory"), "trajectory", [numbers]), file)
+    with serving(run) as ask:
+        for segment in range(3):
+            answer = ask("conversation", iteration=1, call=0, sample_id=FORKED * MAX_SEGMENTS + segment)
+            assert answer["conversation"]["turns"] == forked_conversation()["turns"]
+            assert [row["segment"] for row in answer["rows"]] == [0, 2, 1]
+        listed = [row for row in ask("samples", trajectories="true")["rows"] if row["trajectory"] % 2**40 == FORKED]
+        assert [row["segment"] for row in listed] == [0, 1]

@@ -260,7 +260,7 @@ class EngineWorker:
 
     @property
     def num_slots(self) -> int:
-        """How many samples the engine has in flight at most by its load; 0 without an engine, or before its start."""
+        """Largest number of samples in flight by the load of the engine; 0 without one, or before its start."""
         return self._limit.value if self._limit else 0
 
     def in_flight_versions(self) -> list[tuple[int, int]]:
@@ -376,8 +376,9 @@ class EngineWorker:
         return min(self.num_slots - len(self._in_flight), engine.num_free_slots())
 
     def _observe(self, engine: RolloutEngine) -> None:
-        """Takes the engine's counters, whose samples are in flight until they are stored."""
+        """Adds the engine's counters to the worker's, and sets the limit by them."""
         counts = dict(engine.take_counts())
+        # Samples that are complete were part of this load, and are in flight until they are stored.
         if self._limit and (state := self._limit.observe(counts, self._in_flight)):
             counts |= {LIMITED: 1, LIMIT: self._limit.value, state.value: 1}
         for name, count in counts.items():

@@ -258,7 +258,7 @@ class StalenessBound:
     recent: list[int] = field(default_factory=list)
     """The newest versions in order, at most `max_staleness + 1` of them."""
     num_runnable: int | None = None
-    """Groups that all engines run at once by their load; None where their number of requests does not follow it."""
+    """Groups that all engines run together by their load; None where their number of requests does not follow it."""
     _num_wanted: int = 0
 
     def push(self, version: int) -> None:

@@ -1,4 +1,4 @@
-"""How many samples an engine has in flight, by its own measure of its cache (`rollout.max_running_requests=auto`).
+"""Number of samples that an engine has in flight, by its measure of its cache (`rollout.max_running_requests=auto`).
 
 Each observation of the engine's load is in one state:
 
