@@ -18,6 +18,8 @@ def batch_of(rows: list[list[int]]) -> Batch:
     flat = [t for row in rows for t in row]
     batch["support_ids"] = torch.tensor([i for t in flat for i in own(t)], dtype=torch.int32)  # in either order
     batch["support_sizes"] = torch.tensor([len(own(t)) for t in flat], dtype=torch.int32)
+    batch["selection_sizes"] = torch.tensor([t % 2 for t in flat], dtype=torch.int32)
+    batch["selected_keys"] = torch.tensor([t for t in flat if t % 2], dtype=torch.uint8)[:, None]
     return batch
 
 
@@ -38,6 +40,7 @@ def test_select_takes_rows_in_the_given_order(rows, data):
     assert chosen["sample_id"].tolist() == order
     assert chosen["values"].tolist() == [t + 0.5 for i in order for t in rows[i]]
     assert chosen["support_ids"].tolist() == [i for row in order for t in rows[row] for i in own(t)]
+    assert chosen["selected_keys"].tolist() == [[t] for row in order for t in rows[row] if t % 2]
     assert chosen.counts(ColumnKind.CANDIDATE).tolist() == [sum(len(own(t)) for t in rows[i]) for i in order]
 
 
@@ -49,7 +52,8 @@ def test_split_and_concat_undo_each_other(rows, first):
     assert as_rows(again) == rows
     assert torch.equal(again["values"], batch["values"])
     assert torch.equal(again["support_ids"], batch["support_ids"])
-    assert again.kind("support_ids") is ColumnKind.CANDIDATE
+    assert torch.equal(again["selected_keys"], batch["selected_keys"])
+    assert again.kind("support_ids") is ColumnKind.CANDIDATE and again.kind("selected_keys") is ColumnKind.SELECTION
 
 
 @given(rows_of_tokens)
@@ -82,7 +86,11 @@ def test_a_column_of_the_wrong_size_is_refused():
         batch["support_ids"] = torch.zeros(4)
     with pytest.raises(ValueError, match="'support_sizes' adds up to 1, but 'support_ids' has 3"):
         batch["support_sizes"] = torch.tensor([1, 0, 0])
-    with pytest.raises(KeyError, match="no column 'advantage'; it has sample_id, support_ids, support_sizes, tokens"):
+    with pytest.raises(ValueError, match="'selection_sizes' adds up to 1, but 'selected_keys' has 2"):
+        batch["selection_sizes"] = torch.tensor([1, 0, 0])
+    with pytest.raises(
+        KeyError, match="no column 'advantage'; it has sample_id, selected_keys, selection_sizes, support"
+    ):
         batch["advantage"]
 
 

@@ -41,6 +41,8 @@ Columns that the recipes and roles of verl_mg agree on (float32 unless said):
 | support_sizes | token, int32 | candidates that top-k, top-p and min-p left of the vocabulary; 0: all of it |
 | support_ids | candidate, int32 | their token ids: log-probs are of the distribution over them |
 | routed_experts | token, int16 | (layers, k) a token: the experts that took it in the rollout; -1 where not known |
+| selection_sizes | token, int32 | bytes of the token's selections of keys; 0: not known, or it attends to all keys |
+| selected_keys | selection, uint8 | (layers,) a byte: eight keys each, of which the token attends to those with a 1 |
 | reward | sequence | the scalar score of the row |
 | group | sequence, int64 | rows of one prompt share it; where agents have names, rows of one agent and prompt |
 | trajectory | sequence, int64 | rows of one sample share it: an agent's sample has a row for each of its segments |
@@ -77,20 +79,25 @@ from verl_mg.images import RowImages
 
 
 class ColumnKind(IntEnum):
-    """Unit of a column's entries; UNKNOWN in a batch without rows. A token has `support_sizes` candidates."""
+    """Unit of a column's entries; UNKNOWN in a batch without rows. Of those in COUNTED_BY tokens have several."""
 
     UNKNOWN = 0
     SEQUENCE = 1
     TOKEN = 2
     CANDIDATE = 3
+    SELECTION = 4
 
 
 SUPPORT_SIZES, SUPPORT_IDS = "support_sizes", "support_ids"
+SELECTION_SIZES, SELECTED_KEYS = "selection_sizes", "selected_keys"
+COUNTED_BY = {ColumnKind.CANDIDATE: SUPPORT_SIZES, ColumnKind.SELECTION: SELECTION_SIZES}
+"""Token column with the number of entries that each token has in a column of a kind."""
+COUNTED_COLUMNS = {SUPPORT_IDS: ColumnKind.CANDIDATE, SELECTED_KEYS: ColumnKind.SELECTION}
 TOKEN_COLUMNS = frozenset(
     {"tokens", "loss_mask", "policy_versions", "rollout_logprobs", "old_logprobs", "ref_logprobs"}
     | {"old_outputs", "sampler_top", "old_top", "centering"}
     | {"teacher_logprobs", "teacher_top", "teacher_hidden"}
-    | {"values", "advantages", "returns", "routed_experts", SUPPORT_SIZES}
+    | {"values", "advantages", "returns", "routed_experts", *COUNTED_BY.values()}
     | {"correction", "correction_below", "correction_above", "correction_rejected"}
 )
 SEQUENCE_COLUMNS = frozenset(
@@ -215,17 +222,18 @@ class Batch:
             kind: needed for new names in a batch whose shape does not decide, such as one without rows.
         """
         expected, shape = int(self.counts(kind).sum()), _shape(values)
-        # The candidates and their numbers may be set in either order.
-        is_early = kind is ColumnKind.CANDIDATE and SUPPORT_SIZES not in self
+        # Entries and their numbers may be set in either order.
+        is_early = kind in COUNTED_BY and COUNTED_BY[kind] not in self
         if shape[:1] != (expected,) and not is_early:
             raise ValueError(
                 f"column {name!r} has shape {shape}: a {kind.name.lower()} column of this batch starts "
                 f"with {expected} ({len(self)} rows, {self.total_tokens} tokens)"
             )
-        if name == SUPPORT_SIZES and SUPPORT_IDS in self and int(values.sum()) != len(self[SUPPORT_IDS]):
-            raise ValueError(
-                f"column {name!r} adds up to {int(values.sum())}, but {SUPPORT_IDS!r} has {len(self[SUPPORT_IDS])}"
-            )
+        for counted, unit in COUNTED_COLUMNS.items():
+            if name == COUNTED_BY[unit] and counted in self and int(values.sum()) != len(self[counted]):
+                raise ValueError(
+                    f"column {name!r} adds up to {int(values.sum())}, but {counted!r} has {len(self[counted])}"
+                )
         self._columns[name] = values
         self._kinds[name] = kind
 
@@ -234,8 +242,8 @@ class Batch:
             return ColumnKind.TOKEN
         if name in SEQUENCE_COLUMNS:
             return ColumnKind.SEQUENCE
-        if name == SUPPORT_IDS:
-            return ColumnKind.CANDIDATE
+        if name in COUNTED_COLUMNS:
+            return COUNTED_COLUMNS[name]
         if name in self._kinds:
             return self._kinds[name]
         # A rank without rows cannot know; `concat` takes the kind of the other batches.
@@ -252,10 +260,10 @@ class Batch:
         """Returns the number of entries that each row has in a column of the kind, (n,) int64."""
         if kind is ColumnKind.TOKEN:
             return self.lengths
-        if kind is not ColumnKind.CANDIDATE:
+        if kind not in COUNTED_BY:
             return torch.ones_like(self.lengths)
-        counts = torch.zeros_like(self.lengths)
-        return counts.index_add_(0, self.sequence_ids, self[SUPPORT_SIZES].long()) if SUPPORT_SIZES in self else counts
+        counts, sizes = torch.zeros_like(self.lengths), COUNTED_BY[kind]
+        return counts.index_add_(0, self.sequence_ids, self[sizes].long()) if sizes in self else counts
 
     def names(self) -> list[str]:
         """Returns the columns' names, sorted: the same order on every rank."""

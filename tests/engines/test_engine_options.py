@@ -19,7 +19,8 @@ def test_options_as_json_are_the_same_options():
         layout=EngineLayout(tp=4, ep=2, adp=2), dtype=torch.bfloat16, wire="int4", max_running=3, max_positions=64,
         request_timeout=5.5, keep_cache=True, memory_fraction=0.5, first_gpu=2, gpu_step=2, sleeps=False, seed=7,
         nodes=EngineNodes(2, 1, "10.0.0.2"), routed_experts=True, deterministic=True, reads_text=True,
-        adapters=AdapterSettings(8, ("q_proj", "k_proj")), python=Path("/usr/bin/python"), extra={"log_level": "info"},
+        selected_keys=True, adapters=AdapterSettings(8, ("q_proj", "k_proj")), python=Path("/usr/bin/python"),
+        extra={"log_level": "info"},
     )  # fmt: skip
     plain = EngineOptions(layout=EngineLayout(), dtype=torch.float32, max_running=1, max_positions=8)
     assert all(getattr(options, field.name) != getattr(plain, field.name) for field in fields(options))
@@ -34,6 +35,7 @@ def test_options_as_json_are_the_same_options():
         ({"engine": "vllm", "keep_kv_cache": True}, "keep_cache", True),
         ({"engine": "vllm", "python": "/opt/python"}, "python", Path("/opt/python")),
         ({"engine": "vllm", "vllm": {"seed": 3}}, "extra", {"seed": 3}),
+        ({"engine": "sglang", "replay_selections": True}, "selected_keys", True),
         ({"engine": "sglang", "sglang": {"log_level": "info"}}, "extra", {"log_level": "info"}),
     ],
 )

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from verl_mg.batch import Batch
+from verl_mg.engines import fed_tokens
 from verl_mg.engines.engine import ACCEPTED, DRAFTED, PROMPT, RUNNING, Request, Sample, Sampling
 from verl_mg.engines.reports import ReportRules
 from verl_mg.engines.sampled_support import support_to_wire, top_to_wire
 from verl_mg.errors import UserError
 from verl_mg.megatron.routing import check_routed_experts
+from verl_mg.models.attention_config import IndexerConfig
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.tiny_model import make_tiny_model
 
@@ -106,6 +108,40 @@ def test_read_experts_of_a_wrong_report_raises_one_line_with_the_engine(rules, c
     text = None if chosen is None else encoded(chosen)
     with pytest.raises(UserError, match=f"^rollout.engine=sglang: sample 7 {message}"):
         rules.read_experts(7, text, 2, True)
+
+
+KEYS = [[[0, -1], [-1, 9]], [[1, 0], [0, 1]], [[0, 2], [2, 1]], [[3, 1], [0, 1]]]
+"""Of four tokens in two layers; the first two attend to all keys, whatever is reported."""
+
+
+@pytest.mark.parametrize("chunk", [2**27, 1])
+def test_read_keys_of_a_valid_report_has_the_bits_of_tokens_with_more_than_all(rules, monkeypatch, chunk):
+    monkeypatch.setattr(fed_tokens, "CHUNK_BYTES", chunk)
+    keys = with_indexers(rules).read_keys(7, encoded(KEYS), 4, True)
+    assert keys.sizes.tolist() == [0, 0, 1, 1] and keys.sizes.dtype is torch.int32
+    assert keys.entries.tolist() == [[0b101, 0b110], [0b1010, 0b11]] and keys.entries.dtype is torch.uint8
+    assert with_indexers(rules).read_keys(7, None, 0, False) is None and rules.read_keys(7, None, 4, True) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (None, "has no selected keys of its tokens"),
+        (lambda keys: keys[:3], r"has 12 numbers of keys, and 4 x 2 x 2 \(tokens, layers, keys\) were expected"),
+        (lambda keys: [*keys[:3], [[3, 4], [0, 1]]], "has the selected keys 0 to 4 of token 3"),
+        (lambda keys: [*keys[:2], [[0, -1], [2, 1]], keys[3]], "has the selected keys -1 to 2 of token 2"),
+        (lambda keys: [*keys[:3], [[3, 1], [1, 1]]], "has the same selected key more than once for token 3"),
+    ],
+)
+def test_read_keys_of_a_wrong_report_raises_one_line_with_the_engine(rules, change, message):
+    text = change and encoded(change(KEYS))
+    with pytest.raises(UserError, match=f"^rollout.engine=sglang: sample 7 {message}.*replay_selections=false"):
+        with_indexers(rules).read_keys(7, text, 4, True)
+
+
+def with_indexers(rules):
+    indexer = IndexerConfig(heads=1, head_dim=2, top_k=2, interleaved=True, sources=(0, 1))
+    return replace(rules, layers=2, indexer=indexer)
 
 
 SUPPORT = ([[4, 7], [5], [1, 9, 3]], (4, 5, 9))

@@ -38,6 +38,7 @@ STACKED, INDEXED, LINEAR = "gpt_oss", "glm_moe_dsa", "qwen3_next"
 """Sizes of models with experts, with experts in one of two layers, with latent, sparse and linear attention."""
 BF16 = {"dtype": "bfloat16"}
 URLS = {"urls": ["http://a:1"]}
+KEYS = {"replay_selections": True}
 DRAFT = {"sglang": {"speculative_algorithm": "EAGLE"}, "sleep": False}
 CENTRED = {"algorithm": SimpleNamespace(support="full", off_policy=SimpleNamespace(score_centering=8))}
 
@@ -72,6 +73,18 @@ WITHOUT_MODEL = [
     ({"top_k": 9}, {"algorithm": GkdConfig(support="policy")}, "algorithm.support=policy: algorithm.divergence comp"),
     (DRAFT | {"top_p": 0.9}, {"algorithm": RecipeConfig()}, "algorithm.support=sampled: with rollout.sglang."
      "speculative_algorithm engines do not report the candidates of drafted tokens. Leave it out, or write"),
+    ({**KEYS, "engine": "vllm"}, {}, "rollout.replay_selections=true: the engine vllm does not report the keys that"),
+    (KEYS | URLS, {}, "rollout.replay_selections=true: what the numbers mean that a server reports depends on its"),
+    (KEYS, {"actor": {"backend": "fsdp"}}, "rollout.replay_selections=true: fsdp does not replay selections. Write "
+     "actor.backend=megatron"),
+    (KEYS, {"reference": {"backend": "fsdp"}}, "rollout.replay_selections=true: fsdp does not replay selections. Write "
+     "reference.backend=megatron"),
+    (KEYS | {"layout": "pp2"}, {}, "rollout.replay_selections=true: SGLang reports layers of one stage only."),
+    (KEYS | {"layout": "tp4-adp2"}, {}, "rollout.replay_selections=true: SGLang reports selections only where each rank"
+     " attends to whole requests. Write adp4 in"),
+    *((KEYS | {"sglang": {name: value}}, {}, f"rollout.replay_selections=true: with rollout.sglang.{name} SGLang does")
+      for name, value in (("speculative_algorithm", "EAGLE"), ("enable_hisparse", True), ("attn_cp_size", 2))),
+    (KEYS | {"sglang": {"chunked_prefill_size": -1}}, {}, "rollout.replay_selections=true: SGLang records as many"),
     ({"adapters": True}, {}, "rollout.adapters=true: the actor has none. Set actor.lora, or leave it out."),
     ({"adapters": True, "engine": "hf"}, {"lora": {}}, "rollout.adapters=true: the engine hf has merged weights. Wri"),
     ({"adapters": True, **URLS}, {"lora": {}}, "rollout.adapters=true: servers outside the job receive merged weights"),
@@ -103,6 +116,7 @@ WITHOUT_MODEL = [
 WITH_MODEL = [
     (STACKED, {"wire": "fp8_block"}, {}, "rollout.wire=fp8_block: quantized experts of gpt_oss are not supported."),
     (STACKED, URLS, {}, "rollout.weight_transfer=process_group: servers of gpt_oss, whose experts are in stacked"),
+    (LATENT, {"replay_selections": True}, {}, "rollout.replay_selections=true: deepseek_v3 has no sparse attention."),
     (LATENT, {"sleep": False, "adapters": True}, {"lora": {}}, "rollout.adapters=true: engines compute latent"),
     (MIXED, {"sleep": False, "adapters": True}, {"lora": {}}, "rollout.adapters=true: in a model with experts engines "
      "take adapters of down_proj, gate_proj, up_proj for adapters of experts."),

@@ -113,7 +113,7 @@ def train(
     runner = megatron_runner(model, sizes, dtype, megatron=megatron or MegatronConfig(), **options)
     assert_built(runner, sizes.fit(dist.get_world_size()), recompute)
     share = _deal(len(rows), runner.layout.dp, runner.groups.coordinates.dp)
-    local = _with_experts_of_stage(rows, runner)
+    local = _with_choices_of_stage(rows, runner)
     micro_batches = [local.select(numbers) for numbers in share]
     outputs = _outputs(runner, micro_batches, share)
     trainer = MegatronTrainer(runner, optimizer)
@@ -123,13 +123,17 @@ def train(
     return Trained(outputs, gradients[0], parts_of(runner, runner.parameters()), norms, losses)
 
 
-def _with_experts_of_stage(rows: Batch, runner: MegatronRunner) -> Batch:
-    """The rows as the ranks of a pipeline stage get them: with the prescribed experts of its layers only."""
+def _with_choices_of_stage(rows: Batch, runner: MegatronRunner) -> Batch:
+    """The rows as the ranks of a pipeline stage get them: with the prescribed experts and keys of its layers only."""
     local = rows.select_columns(rows.names())
+    layers = runner.stage(runner.groups.coordinates.pp).layers
+    if "selected_keys" in rows:
+        selecting = sorted(set(runner.table.config.indexer.sources))
+        here = [number for number, layer in enumerate(selecting) if layer in layers]
+        local["selected_keys"] = rows["selected_keys"][:, here]
     if "routed_experts" in rows:
-        stage = runner.stage(runner.groups.coordinates.pp)
-        layers = [layer for layer in stage.layers if layer in runner.table.config.experts.layers]
-        local["routed_experts"] = rows["routed_experts"][:, layers]
+        experts = [layer for layer in layers if layer in runner.table.config.experts.layers]
+        local["routed_experts"] = rows["routed_experts"][:, experts]
     return local
 
 

@@ -221,6 +221,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "RolloutConfig.adapters": ("actor.lora={}", "rollout.adapters=true"),
     "RolloutConfig.sharding_table": ("rollout.sharding_table=nowhere.json",),
     "RolloutConfig.replay_routing": ("rollout.replay_routing=true",),
+    "RolloutConfig.replay_selections": ("rollout.replay_selections=true",),
     "RolloutConfig.urls": ("rollout.urls=['http://127.0.0.1:1']",),
     "RolloutConfig.urls_file": ("job.deterministic=true", "rollout.urls_file=nowhere.txt"),
     "RolloutConfig.tools": (TOOLS,),

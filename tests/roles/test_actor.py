@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from tests.checkpoint.quantized_directories import dequantized_by_transformers, quantize_directory
 from tests.helpers.given_experts import with_experts
+from tests.helpers.given_keys import drawn_keys, net_with_keys, with_keys
 from tests.helpers.tiny_models import oracle, oracle_outputs, tiny_model
 from tests.roles.updates import (
     COUNT,
@@ -170,6 +171,31 @@ def test_routed_experts_of_the_batch_replace_the_routers_in_logprobs_and_updates
             assert metrics == pytest.approx(alone, rel=1e-5)
             assert all(torch.allclose(part, expected[row], atol=2e-5) for row, part in zip(own, parts, strict=True))
     assert abs(free["actor/entropy"] - alone["actor/entropy"]) > 1e-2
+
+
+def with_selected_keys(model, layout, batch):
+    """Log-probs by row, and metrics of an update."""
+    mine, actor = own_rows(batch), actor_on(model, layout, 40)
+    rows_here, logprobs = range(dist.get_rank(), COUNT, dist.get_world_size()), actor.compute_logprobs(mine)
+    metrics = actor.update(mine, partial(with_entropy, settings("token-mean")), "token-mean")
+    return dict(zip(rows_here, logprobs.split(mine.lengths.tolist()), strict=True)), metrics
+
+
+@pytest.mark.nightly
+def test_selected_keys_of_the_batch_replace_the_choice_of_indexers_in_logprobs_and_updates(ranks, tmp_path):
+    kinds, selecting = ["full", "full", "shared", "full"], (0, 1, 3)
+    model = tiny_model(tmp_path / "sparse", "glm_moe_dsa", indexer_types=kinds)
+    selections = drawn_keys(rows(model), read_config(model).indexer.top_k, len(selecting))
+    batch = with_keys(rows(model), selections)
+    assert (batch["selection_sizes"] > 0).sum() > 5
+    with torch.no_grad():
+        logprobs, _ = oracle_outputs(net_with_keys(model, selecting, selections)[0], rows(model), TEMPERATURE)
+    expected = torch.where(batch["loss_mask"], logprobs, 0).split(batch.lengths.tolist())
+    ((_, alone),) = ranks.run(1, with_selected_keys, model, "tp1", batch)
+    for layout, count in (("tp2-cp2", 4), ("cp2-pp2", 4), ("pp2-vpp2", 2)):
+        for parts, metrics in ranks.run(count, with_selected_keys, model, layout, batch):
+            assert metrics == pytest.approx(alone, rel=1e-5)
+            assert all(torch.allclose(part, expected[row], atol=2e-5) for row, part in parts.items())
 
 
 def columns_at_stage(model, layout, given):

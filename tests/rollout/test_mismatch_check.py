@@ -327,6 +327,8 @@ MIXTURE = replace(DENSE, has_experts=True)
         (MIXTURE, 0.2),
         (replace(MIXTURE, dtype=torch.float32), 0.01),
         (replace(MIXTURE, replays_routing=True), 0.05),
+        (replace(MIXTURE, replays_routing=True, has_indexer=True), 0.2),
+        (replace(DENSE, has_indexer=True, replays_selections=True), 0.05),
         (replace(MIXTURE, replays_routing=True, dtype=torch.float32), 1e-3),
         (replace(MIXTURE, replays_routing=True, wire="fp8_channel"), 0.2),
     ],

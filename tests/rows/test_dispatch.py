@@ -33,6 +33,8 @@ def rows_held_by(rank: int) -> Batch:
     batch["reward"] = batch["sample_id"] / 4
     batch["support_sizes"] = (batch["tokens"] % 3).int()
     batch["support_ids"] = torch.tensor([t for token in batch["tokens"].tolist() for t in [token] * (token % 3)]).int()
+    batch["selection_sizes"] = (batch["tokens"] % 2).int()
+    batch["selected_keys"] = torch.tensor([[t, t + 1] for t in batch["tokens"].tolist() if t % 2]).view(-1, 2).byte()
     return batch
 
 
@@ -60,6 +62,7 @@ def test_gathered_rows_are_in_order_and_scattered_columns_reach_their_owners(ran
         assert fetched["reward"].tolist() == [i / 4 for i in ids]
         flat = [10 * i + t for i in ids for t in range(i + 2)]
         assert fetched["support_ids"].tolist() == [token for token in flat for _ in range(token % 3)]
+        assert fetched["selected_keys"].tolist() == [[token, token + 1] for token in flat if token % 2]
         assert fetched["mine"].dtype is torch.float16 and fetched["loss_mask"].dtype is torch.bool
         assert fetched.kind("mine") is ColumnKind.TOKEN
 

@@ -30,7 +30,8 @@ def index(owners, lengths):
     rows = range(len(owners))
     local = [owners[:row].count(owners[row]) for row in rows]
     candidates = tuple(3 * length for length in lengths)
-    return RowIndex(tuple(rows), tuple(owners), tuple(local), tuple(lengths), (), (), SCHEMA, candidates=candidates)
+    counted = {ColumnKind.CANDIDATE: candidates}
+    return RowIndex(tuple(rows), tuple(owners), tuple(local), tuple(lengths), (), (), SCHEMA, counted=counted)
 
 
 def test_plan_deliveries_of_stages_on_two_nodes_equals_hand_count():

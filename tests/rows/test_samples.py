@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from verl_mg.data import Prompt
 from verl_mg.engines.engine import Sample
+from verl_mg.engines.fed_tokens import SelectedKeys
 from verl_mg.engines.sampled_support import SampledSupport
 from verl_mg.engines.trajectory import MAX_SAMPLES, MAX_SEGMENTS, NOT_GENERATED, Segment, Trajectory
 from verl_mg.errors import UserError
@@ -109,6 +110,22 @@ def test_samples_to_batch_without_agents_has_a_trajectory_for_each_row():
     assert batch["policy_version"].tolist() == [1, VERSION] and batch["truncated"].tolist() == [True, False]
     assert batch["prompt_length"].tolist() == [2, 1] and not {"prefix_of", "prefix_length"} & set(batch.names())
     assert batch["loss_mask"].tolist() == [False, False, True, True, False]
+
+
+def test_samples_to_batch_with_selected_keys_has_those_of_fed_tokens():
+    prompts = [Prompt(n, (1, 2), "", None, {}) for n in range(3)]
+    keys = SelectedKeys(torch.tensor([0, 0, 2], dtype=torch.int32), torch.tensor([[3, 4], [5, 6]], dtype=torch.uint8))
+    segment = Segment((1, 5, 3), (0, -0.1, 0), (-1, 2, -1), False, selected_keys=keys[:2])
+    samples = [
+        Sample(0, (5, 6), (-1.0, -2.0), (2, 1), "stop", selected_keys=keys),
+        Sample(1, (), (), (), "stop"),
+        Sample(2, (), (), (), "stop", trajectory=Trajectory((segment,), (), None)),
+    ]
+    batch = samples_to_batch(prompts, samples, VERSION, OptionalColumns(num_selecting=2))
+    assert batch["selection_sizes"].tolist() == [0, 0, 2, 0, 0, 0, 0, 0, 0]
+    assert batch["selected_keys"].tolist() == [[3, 4], [5, 6]] and batch["selected_keys"].dtype is torch.uint8
+    none = samples_to_batch([], [], VERSION, OptionalColumns(num_selecting=2))
+    assert none["selected_keys"].shape == (0, 2) and "selected_keys" not in samples_to_batch([], [], VERSION).names()
 
 
 def support(*candidates):

@@ -7,11 +7,14 @@ import torch
 from pydantic import ValidationError
 
 from verl_mg.engines.engine import Sample
+from verl_mg.engines.fed_tokens import SelectedKeys
 from verl_mg.engines.sampled_support import SampledSupport
 from verl_mg.engines.trajectory import ConversationTurn, Segment, Trajectory
 from verl_mg.images import Image
 from verl_mg.rewards import Reward
 from verl_mg.run.sample_state import REPORTS, SampleState, images_of, reports_of
+
+KEYS = SelectedKeys(torch.tensor([0, 0, 1], dtype=torch.int32), torch.tensor([[5, 6]], dtype=torch.uint8))
 
 
 def reported(tokens: int) -> tuple[SampledSupport, torch.Tensor]:
@@ -39,6 +42,7 @@ def agent_sample() -> Sample:
             experts(3),
             *reported(4),
             (Image(b"a"),),
+            selected_keys=KEYS,
         ),
     )
     call = {"id": "a", "type": "function", "function": {"name": "run", "arguments": '{"x": "\\ud800"}'}}
@@ -55,7 +59,7 @@ def agent_sample() -> Sample:
 def plain_sample() -> Sample:
     images = (Image(b"a"), Image(b"b"), Image(b"a"))
     experts = torch.ones(4, 2, 1, dtype=torch.int16)
-    return Sample(3, (1, 2), (-0.1, -0.2), (0, 1), "length", experts, *reported(2), images=images)
+    return Sample(3, (1, 2), (-0.1, -0.2), (0, 1), "length", experts, *reported(2), images=images, selected_keys=KEYS)
 
 
 @pytest.mark.parametrize("sample", [agent_sample(), plain_sample()], ids=["agent", "plain"])

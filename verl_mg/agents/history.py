@@ -31,12 +31,11 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-import torch
-
 from verl_mg.agents.call import Call, RequestError
 from verl_mg.agents.renderer import ConversationRenderer
 from verl_mg.engines.engine import Sample
-from verl_mg.engines.sampled_support import join_supports, join_tops
+from verl_mg.engines.fed_tokens import continued, first_fed
+from verl_mg.engines.sampled_support import join_entries, join_tops
 from verl_mg.engines.trajectory import MAX_SEGMENTS, NOT_GENERATED, Segment
 from verl_mg.images import RowImages
 
@@ -151,18 +150,16 @@ class ConversationHistory:
         logprobs = sample.logprobs if trained else (0.0,) * count
         versions = sample.policy_versions if trained else (NOT_GENERATED,) * count
         num_before = len(segment.tokens)
-        observed, routed, before = start - num_before, sample.routed_experts, segment.routed_experts
-        if routed is not None and before is not None:
-            # The earlier tokens were generated with the experts reported then.
-            routed = torch.cat([before, routed[len(before) :]])
+        observed = start - num_before
         self._segments[number] = replace(
             segment,
             tokens=(*context.tokens, *sample.tokens),
             logprobs=(*segment.logprobs, *(0.0,) * observed, *logprobs),
             policy_versions=(*segment.policy_versions, *(NOT_GENERATED,) * observed, *versions),
             truncated=truncated,
-            routed_experts=before if routed is None else routed,
-            support=join_supports(
+            routed_experts=continued(segment.routed_experts, sample.routed_experts),
+            selected_keys=continued(segment.selected_keys, sample.selected_keys),
+            support=join_entries(
                 [(num_before, segment.support), (observed, None), (count, sample.support if trained else None)]
             ),
             top=join_tops([(num_before, segment.top), (observed, None), (count, sample.top if trained else None)]),
@@ -218,10 +215,14 @@ class ConversationHistory:
                 "earlier conversation instead of rewriting it.",
                 "messages",
             )
-        routed = None if source is None else self._segments[source].routed_experts
-        routed = None if routed is None else routed[:kept]
+        routed, keys = None, None
+        if source is not None:
+            shared = self._segments[source]
+            routed, keys = first_fed(shared.routed_experts, kept), first_fed(shared.selected_keys, kept)
         unscored = (0.0,) * kept, (NOT_GENERATED,) * kept
-        self._segments.append(Segment(context.tokens[:kept], *unscored, False, source, kept, routed, agent=agent))
+        tokens = context.tokens[:kept]
+        begun = Segment(tokens, *unscored, False, source, kept, routed, agent=agent, selected_keys=keys)
+        self._segments.append(begun)
         return number
 
     def _sharing(self, context: Context) -> tuple[int | None, int]:

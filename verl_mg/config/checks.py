@@ -61,6 +61,7 @@ class EngineAbilities:
     delta: bool = False  # whether it receives changes instead of all weights
     quantized: bool = False  # whether it receives quantized weights
     servers: bool = False  # whether servers of it generate outside the job
+    selections: bool = False  # whether it reports the keys that sparse attention selects
     largest_adapter_rank: float = math.inf  # 0: it has merged weights
     expert_models_with_adapters: bool = True  # whether it computes them on the CPU
     has_draft: Callable[[Mapping[str, Any]], bool] = lambda arguments: False
@@ -113,6 +114,12 @@ class JobCase:
         return self.on_gpus and self.rollout.sleep and not self.rollout.num_ranks and not self.rollout.has_servers
 
     @property
+    def fsdp_role(self) -> str:
+        """Section of a role with the backend fsdp that is given the columns of the rollout; "" without one."""
+        names = ("actor", "reference", "critic")
+        return next((name for name in names if self.config.section(name).backend == "fsdp"), "")
+
+    @property
     def support(self) -> str:
         """Tokens that distributions are over, where draws are limited; evaluations have no such key."""
         return getattr(self.config.algorithm, "support", "full")
@@ -135,6 +142,8 @@ class JobCase:
         return self.engine_ranks > 0 and self.engine.has_draft(self.extra)
 
 
+OTHER_SELECTIONS = ("enable_hisparse", "attn_cp_size", "enable_prefill_cp")
+"""Arguments of SGLang with which positions of keys are not those in the sequence, or ranks have parts of a prompt."""
 SIZE = "an engine needs {c.layout.ranks} ranks, but the rollout has {c.engine_ranks} of the job's {c.ranks}."
 
 REFUSALS: tuple[Refusal[JobCase], ...] = (
@@ -214,6 +223,26 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
         (lambda c: c.support != "full" and c.drafts,
          "with {value} engines do not report the candidates of drafted tokens. Leave it out, or write "
          "algorithm.support=full."),
+    ),
+    *under(
+        "rollout.replay_selections=true", lambda c: c.rollout.replay_selections,
+        (lambda c: not c.engine.selections,
+         "the engine {c.rollout.engine} does not report the keys that it selects. Write rollout.engine=sglang, or "
+         "leave it out."),
+        (lambda c: c.rollout.has_servers,
+         "what the numbers mean that a server reports depends on its environment. Leave it out, or leave out "
+         "rollout.urls."),
+        (lambda c: c.fsdp_role,
+         "fsdp does not replay selections. Write {value}.backend=megatron, or leave it out."),
+        (lambda c: c.layout.pp > 1, "SGLang reports layers of one stage only. Remove pp from rollout.layout."),
+        (lambda c: c.layout.adp < c.layout.tp,
+         "SGLang reports selections only where each rank attends to whole requests. Write adp{c.layout.tp} "
+         "in rollout.layout, or leave it out."),
+        # Draft models, caches of sparse attention on the host, and ranks that share a prompt.
+        (lambda c: c.drafts or next((f"rollout.sglang.{n}" for n in OTHER_SELECTIONS if c.extra.get(n)), ""),
+         "with {value} SGLang does not report the selections of the model. Leave one of them out."),
+        (lambda c: c.extra.get("chunked_prefill_size", 1) < 1,
+         "SGLang records as many tokens at a time as rollout.sglang.chunked_prefill_size. Leave that out."),
     ),
     *under(
         "rollout.adapters=true", lambda c: c.rollout.adapters,

@@ -327,12 +327,15 @@ class RolloutConfig(ConfigSection):
     """Release weights and cache of engines while training. Has no effect with `num_ranks`."""
     replay_routing: bool = False
     """Train with the experts that the engine selected for each token, for mixture-of-experts models."""
+    replay_selections: bool = False
+    """Train with the keys that the engine selected for each token, for models with sparse attention. For SGLang engines
+    of the job whose ranks attend to whole requests: a `layout` of tp1, or with adp as large as tp."""
     max_mismatch: MaxMismatch = "auto"
     """Largest mean of |log-prob of the trainer - of the engine| in nats, over the first samples that are generated
     after a start, and before them over the end of a row as long as the longest prompt and response. With a larger one
     the job ends before it trains. auto: 1e-3 in float32, 0.05 in bfloat16, 0.2 with a quantized `wire` or
-    `kv_cache_dtype`, training in FP8, or a mixture of experts without `replay_routing` (0.01 in float32). null: no
-    bound; metrics of `mismatch/` show the difference."""
+    `kv_cache_dtype`, training in FP8, or a mixture of experts without `replay_routing` or sparse attention without
+    `replay_selections` (0.01 in float32). null: no bound; metrics of `mismatch/` show the difference."""
     request_timeout_s: float = Field(3600.0, gt=0)
     """Seconds after which a request to an engine is aborted; its sample ends there with finish reason timeout."""
     python: Path | None = None

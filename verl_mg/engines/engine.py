@@ -21,11 +21,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from verl_mg.data.prompts import Prompt
-from verl_mg.engines.sampled_support import SampledSupport, join_supports, join_tops
+from verl_mg.engines.fed_tokens import SelectedKeys, continued
+from verl_mg.engines.sampled_support import SampledSupport, join_entries, join_tops
 from verl_mg.engines.trajectory import NOT_GENERATED, Trajectory
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages
@@ -157,24 +157,20 @@ class Sample:
     trajectory: Trajectory | None = None
     """The work of an agent on the prompt; the sample itself has no tokens then. None without an agent."""
     images: RowImages = ()  # images of observations, whose placeholders are among the tokens, in their order
+    selected_keys: SelectedKeys | None = field(default=None, compare=False)
+    """Keys that the tokens of `routed_experts` attended to. None if the engine does not report them."""
 
     def extended_by(self, continuation: Sample) -> Sample:
         """Returns this sample followed by its continuation, whose finish reason and id are kept."""
-        routed, routed_before = continuation.routed_experts, self.routed_experts
-        if routed is None:  # nothing more was fed
-            routed = routed_before
-        elif routed_before is not None:
-            # A continuation reports experts of its whole context, maybe of newer weights: the earlier tokens were
-            # generated with the experts reported then.
-            routed = torch.cat([routed_before, routed[len(routed_before) :]])
         num_before, num_after = len(self.tokens), len(continuation.tokens)
         return replace(
             continuation,
             tokens=self.tokens + continuation.tokens,
             logprobs=self.logprobs + continuation.logprobs,
             policy_versions=self.policy_versions + continuation.policy_versions,
-            routed_experts=routed,
-            support=join_supports([(num_before, self.support), (num_after, continuation.support)]),
+            routed_experts=continued(self.routed_experts, continuation.routed_experts),
+            selected_keys=continued(self.selected_keys, continuation.selected_keys),
+            support=join_entries([(num_before, self.support), (num_after, continuation.support)]),
             top=join_tops([(num_before, self.top), (num_after, continuation.top)]),
             images=self.images + continuation.images,
         )

@@ -163,7 +163,8 @@ def request_key(rid: str, request: dict[str, Any], version: int) -> str:
 
 
 def _size(result: dict[str, Any]) -> int:
-    texts = [result.get("routed_experts") or "", *(result.get("support") or ()), *(result.get("top") or ())]
+    fed = (result.get("routed_experts") or "", result.get("selected_keys") or "")
+    texts = [*fed, *(result.get("support") or ()), *(result.get("top") or ())]
     return TOKEN_BYTES * len(result["tokens"]) + sum(map(len, texts))
 
 
@@ -196,8 +197,9 @@ class EngineHost(ABC):
 
         Returns:
             tokens, logprobs, finish ("stop", "length" or "abort"), spans (a list of {"start", "end", "version"} of
-            tokens; others have the version of the last update), routed_experts (base64 of int32, or None), support and
-            top (`sampled_support.Wire`, or None) and counts (of `engine.Counts`, since the last sample).
+            tokens; others have the version of the last update), routed_experts (base64 of int32, or None),
+            selected_keys (the same, where the engine reports them), support and top (`sampled_support.Wire`, or None)
+            and counts (of `engine.Counts`, since the last sample).
         """
 
     @abstractmethod

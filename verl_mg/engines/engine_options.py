@@ -97,6 +97,7 @@ class EngineOptions:
     sleeps: bool = True  # whether the engine can release its memory, which costs some speed; on GPUs
     seed: int = 0
     routed_experts: bool = False  # whether samples contain the experts of each token
+    selected_keys: bool = False  # whether samples contain the keys that each token attended to
     deterministic: bool = False  # whether a sample depends only on its seed, and not on concurrent requests; on GPUs
     reads_text: bool = False  # whether the engine has the tokenizer, to end responses at stop strings
     adapters: AdapterSettings | None = None  # adapters that the engine receives; None: it has only weights
@@ -121,6 +122,7 @@ class EngineOptions:
             sleeps=rollout.sleep and not rollout.num_ranks,
             seed=config.job.seed,
             routed_experts=rollout.replay_routing,
+            selected_keys=rollout.replay_selections,
             deterministic=config.job.deterministic,
             reads_text=config.ends_at_strings,
             adapters=AdapterSettings.of_job(config, table),

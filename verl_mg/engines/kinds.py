@@ -68,7 +68,9 @@ class ProcessKind:
             max_positions=options.max_positions,
             seeded=self.is_seeded(self.arguments(model, options)),
             reads_text=options.reads_text,
-            reports=ReportRules.of_model(f"rollout.engine={self.name}", read_any_config(model), options.routed_experts),
+            reports=ReportRules.of_model(
+                f"rollout.engine={self.name}", read_any_config(model), options.routed_experts, options.selected_keys
+            ),
             request_timeout=options.request_timeout,
         )
 
@@ -159,7 +161,10 @@ PROCESSES: Mapping[EngineName, ProcessKind] = {kind.name: kind for kind in (SGLA
 ENGINES: Mapping[str, EngineKind] = {
     "hf": EngineKind(EngineAbilities(in_rank=True, largest_adapter_rank=0)),
     SGLANG.name: EngineKind(
-        EngineAbilities(delta=True, quantized=True, servers=True, has_draft=sglang.has_multi_token_draft), SGLANG
+        EngineAbilities(
+            delta=True, quantized=True, servers=True, selections=True, has_draft=sglang.has_multi_token_draft
+        ),
+        SGLANG,
     ),
     VLLM.name: EngineKind(
         EngineAbilities(largest_adapter_rank=vllm.RANKS[-1], expert_models_with_adapters=False), VLLM

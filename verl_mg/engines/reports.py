@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from verl_mg.engines.engine import Finish, Request, Sample, Sampling
+from verl_mg.engines.fed_tokens import SelectedKeys
 from verl_mg.engines.sampled_support import SampledSupport, Wire, widened
 from verl_mg.errors import UserError
+from verl_mg.models.attention_config import IndexerConfig
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig
 
 # Largest log-prob: logits of hundreds in float32 are rounded by up to 1e-4, and so is their difference to the sum.
@@ -34,6 +36,7 @@ ROUTERS = (
     "Choose a runner of experts that reports them, such as rollout.sglang.moe_runner_backend=triton, or set "
     "rollout.replay_routing=false"
 )
+INDEXERS = "Set rollout.replay_selections=false"
 NO_SUPPORT = "Set algorithm.support=full"
 OTHER_WEIGHTS = "Let no other job send weights to this engine, and start it again"
 
@@ -48,11 +51,18 @@ class ReportRules:
     vocab: int
     layers: int = 0
     experts: ExpertsConfig | None = None  # experts that samples report, for all layers; None: they report none
+    indexer: IndexerConfig | None = None  # indexers whose selections samples report; None: they report none
 
     @classmethod
-    def of_model(cls, engine: str, model: HFConfig, routed: bool) -> ReportRules:
-        """Returns the rules for a model; `routed`: samples report the experts of each token."""
-        return cls(engine=engine, vocab=model.vocab, layers=model.layers, experts=model.experts if routed else None)
+    def of_model(cls, engine: str, model: HFConfig, routed: bool, selected: bool = False) -> ReportRules:
+        """Returns the rules for a model; `routed`, `selected`: samples report the experts, or keys, of each token."""
+        return cls(
+            engine=engine,
+            vocab=model.vocab,
+            layers=model.layers,
+            experts=model.experts if routed else None,
+            indexer=model.indexer if selected else None,
+        )
 
     def check(self, request: Request, sampling: Sampling, sample: Sample, newest: int) -> Sample:
         """Returns the continuation of a request if it is valid; `newest` is the last version that was sent."""
@@ -83,6 +93,25 @@ class ReportRules:
             what = f"has expert {same} more than once for token {token} in layer {layer}, and routers choose different"
             raise self._error(sample, f"{what} ones", ROUTERS)
         return chosen
+
+    def read_keys(self, sample: int, text: str | None, num_fed: int, is_complete: bool) -> SelectedKeys | None:
+        """Returns the keys that fed tokens attended to, from base64 of int32 (num_fed, layers, top_k)."""
+        if self.indexer is None:
+            return None
+        if text is None:
+            if is_complete and num_fed:
+                raise self._error(sample, "has no selected keys of its tokens", INDEXERS)
+            return None  # as with experts
+        shape = (num_fed, self.layers, self.indexer.top_k)
+        flat = np.frombuffer(base64.b64decode(text), dtype=np.int32)
+        if flat.size != math.prod(shape):
+            expected = " x ".join(map(str, shape))
+            what = f"has {flat.size} numbers of keys, and {expected} (tokens, layers, keys) were expected"
+            raise self._error(sample, what, INDEXERS)
+        try:
+            return SelectedKeys.of_ids(flat.reshape(shape), self.indexer.selecting)
+        except ValueError as error:
+            raise self._error(sample, f"has {error}", INDEXERS) from None
 
     def read_support(self, sample: int, wire: Wire | None, tokens: Sequence[int]) -> SampledSupport:
         """Returns the candidates of each token, which is one of them."""

@@ -157,6 +157,8 @@ class RequestTracker(RolloutEngine):
             "seed": request.seed if self._limits.seeded else None,
             # Whether the sample contains the experts of each token.
             "routed_experts": self._limits.reports.experts is not None,
+            # Whether the sample contains the keys that each token attended to.
+            "selected_keys": self._limits.reports.indexer is not None,
             # Whether the sample contains the candidates of each token.
             "returns_support": sampling.reports_support,
             "top_logprobs": min(sampling.top_logprobs, self._limits.reports.vocab),
@@ -195,11 +197,14 @@ class RequestTracker(RolloutEngine):
         # Tokens outside of all spans have the version of the last update.
         versions = _versions(result["spans"], len(tokens), self._version)
         rules, num_fed = self._limits.reports, len(request.context) + len(tokens) - 1
-        routed = rules.read_experts(request.id, result["routed_experts"], num_fed, finish in ("stop", "length"))
+        is_complete = finish in ("stop", "length")
+        routed = rules.read_experts(request.id, result["routed_experts"], num_fed, is_complete)
+        keys = rules.read_keys(request.id, result.get("selected_keys"), num_fed, is_complete)
         support = rules.read_support(request.id, result["support"], tokens) if sampling.reports_support else None
         count = sampling.top_logprobs
         top = rules.read_top(request.id, result["top"], len(tokens), count) if count else None
-        sample = Sample(request.id, tokens, tuple(result["logprobs"]), versions, finish, routed, support, top)
+        logprobs = tuple(result["logprobs"])
+        sample = Sample(request.id, tokens, logprobs, versions, finish, routed, support, top, selected_keys=keys)
         return rules.check(request, sampling, sample, self._version)
 
     def _abort_timed_out(self) -> None:

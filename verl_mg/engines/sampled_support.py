@@ -12,6 +12,7 @@ import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Self, TypeVar
 
 import numpy as np
 import torch
@@ -23,26 +24,41 @@ log-probs and int32 ids of the likeliest tokens, (tokens, k) each."""
 
 
 @dataclass(frozen=True, eq=False)
-class SampledSupport:
-    """The tokens that top-k, top-p and min-p left as candidates of each draw."""
+class TokenEntries:
+    """Several entries of each token."""
 
-    sizes: Tensor
-    """Number of candidates of each token, (tokens,) int32; 0: all of the vocabulary, or no policy generated it."""
-    ids: Tensor  # token ids of all candidates, token after token, (sum(sizes),) int32
+    sizes: Tensor  # number of entries of each token, (tokens,) int32
+    entries: Tensor  # (sum(sizes), ...), token after token
 
-    def part(self, start: int, stop: int) -> SampledSupport:
-        """Returns the candidates of the tokens from `start` up to, not including, `stop`."""
+    def part(self, start: int, stop: int) -> Self:
+        """Returns the entries of the tokens from `start` up to, not including, `stop`."""
         ends = torch.cat([self.sizes.new_zeros(1, dtype=torch.int64), self.sizes.cumsum(0)])
-        return SampledSupport(self.sizes[start:stop], self.ids[int(ends[start]) : int(ends[stop])])
+        return type(self)(self.sizes[start:stop], self.entries[int(ends[start]) : int(ends[stop])])
 
 
-def join_supports(parts: Sequence[tuple[int, SampledSupport | None]]) -> SampledSupport | None:
-    """Returns the candidates of parts one after the other, each a number of tokens and what is known of them."""
-    known = [support for _, support in parts if support is not None]
+@dataclass(frozen=True, eq=False)
+class SampledSupport(TokenEntries):
+    """The tokens that top-k, top-p and min-p left as candidates of each draw.
+
+    A size of 0: all of the vocabulary, or no policy generated the token.
+    """
+
+    @property
+    def ids(self) -> Tensor:
+        """Token ids of all candidates, token after token, (sum(sizes),) int32."""
+        return self.entries
+
+
+Entries = TypeVar("Entries", bound=TokenEntries)
+
+
+def join_entries(parts: Sequence[tuple[int, Entries | None]]) -> Entries | None:
+    """Returns the entries of parts one after the other, each a number of tokens and what is known of them."""
+    known = [entries for _, entries in parts if entries is not None]
     if not known:
         return None
-    none = [torch.zeros(count, dtype=torch.int32) if support is None else support.sizes for count, support in parts]
-    return SampledSupport(torch.cat(none), torch.cat([support.ids for support in known]))
+    sizes = [torch.zeros(count, dtype=torch.int32) if part is None else part.sizes for count, part in parts]
+    return type(known[0])(torch.cat(sizes), torch.cat([part.entries for part in known]))
 
 
 def likeliest(logprobs: Tensor, count: int) -> Tensor:

@@ -15,6 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from verl_mg.engines.engine import EngineWrapper, Request, RolloutEngine, Sample, Sampling
+from verl_mg.engines.fed_tokens import without_last
 from verl_mg.engines.trajectory import NOT_GENERATED
 from verl_mg.models.special_tokens import exact_text
 
@@ -65,15 +66,17 @@ def cut_at_stop(sample: Sample, sampling: Sampling, decode: Decode) -> Sample | 
     count = num_tokens_to_stop(written, sampling.stop, decode)
     if count is None:
         return None
-    # Experts have one entry for each token that was fed, so as many are removed as tokens.
-    length, routed = start + count, sample.routed_experts
+    # Reports of fed tokens have one entry less, so as many are removed as tokens.
+    length = start + count
+    removed = len(sample.tokens) - length
     return replace(
         sample,
         tokens=sample.tokens[:length],
         logprobs=sample.logprobs[:length],
         policy_versions=sample.policy_versions[:length],
         finish="stop",
-        routed_experts=None if routed is None else routed[: max(len(routed) - (len(sample.tokens) - length), 0)],
+        routed_experts=without_last(sample.routed_experts, removed),
+        selected_keys=without_last(sample.selected_keys, removed),
         support=sample.support and sample.support.part(0, length),
         top=None if sample.top is None else sample.top[:length],
     )

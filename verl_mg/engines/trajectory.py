@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from verl_mg.engines.fed_tokens import SelectedKeys
 from verl_mg.engines.sampled_support import SampledSupport
 from verl_mg.images import RowImages
 from verl_mg.rewards.reward import Reward
@@ -59,6 +60,8 @@ class Segment:
     images: RowImages = ()  # images whose placeholders the tokens have, in their order
     agent: str = ""
     """Name of the agent whose replies these are, one of `rollout.agent_names`; "" where agents have no names."""
+    selected_keys: SelectedKeys | None = field(default=None, compare=False)
+    """Keys that the tokens of `routed_experts` attended to, as in `Sample`."""
 
 
 @dataclass(frozen=True)

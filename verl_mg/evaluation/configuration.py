@@ -19,7 +19,16 @@ from verl_mg.stores.url import require_local
 FOR_TRAINING = {
     "": ("algorithm", "critic", "process_reward", "reference", "checkpoint", "tracking", "profile", "record"),
     "data": ("train", "curriculum"),
-    "rollout": ("mode", "extra_prompts", "partial_rollout", "replay_routing", "max_staleness", "stale", "delta"),
+    "rollout": (
+        "mode",
+        "extra_prompts",
+        "partial_rollout",
+        "replay_routing",
+        "replay_selections",
+        "max_staleness",
+        "stale",
+        "delta",
+    ),
     "evaluation": ("every", "prompts"),
     "job": ("iterations", "save"),
 }

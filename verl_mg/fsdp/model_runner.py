@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, UntypedStorage
 
 from verl_mg import device
+from verl_mg.batch import SELECTED_KEYS
 from verl_mg.checkpoint.model_directory import ModelDirectories
 from verl_mg.choice import Choice
 from verl_mg.data.image_processor import ImageProcessor
@@ -185,6 +186,11 @@ class FsdpRunner(Runner):
             raise UserError(
                 f"column {ROUTED_EXPERTS!r}: the replay of {self.spec.path} was not checked. Set "
                 "rollout.replay_routing=true, or leave the column out."
+            )
+        if self.table.config.indexer and any(SELECTED_KEYS in rows for rows in work.micro_batches):
+            raise UserError(
+                f"column {SELECTED_KEYS!r}: fsdp does not replay selections of keys. Leave the column out, or set the "
+                "role's backend to megatron."
             )
         packed: Any = self.packed
         reports, place = [], device.current_device()

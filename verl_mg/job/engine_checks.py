@@ -48,6 +48,8 @@ MODEL_REFUSALS: tuple[Refusal[ModelCase], ...] = (
             "rollout.weight_transfer={c.job.rollout.weight_transfer}: servers of {c.table.config.architecture}, whose "
             "experts are in stacked tensors, read whole directories only. Write rollout.weight_transfer=disk without "
             "rollout.delta."),
+    Refusal(lambda c: c.job.rollout.replay_selections and not c.table.config.indexer,
+            "rollout.replay_selections=true: {c.table.config.architecture} has no sparse attention. Leave it out."),
     *under(
         "rollout.adapters=true", lambda c: c.job.rollout.adapters,
         (lambda c: c.table.config.latent, "engines compute latent attention with weights only. Leave it out."),

@@ -454,7 +454,8 @@ class RunningJob:
             self.config, self.actor, self.context, wrap, self.processor, decode, longest or None
         )
         routed = routed_shape(self.config.model.path) if config.replay_routing else None
-        columns = OptionalColumns(routed, agent_names=config.agent_names)
+        selecting = len(model.indexer.selecting) if config.replay_selections and model.indexer else 0
+        columns = OptionalColumns(routed, num_selecting=selecting, agent_names=config.agent_names)
         if learns:
             self._check = MismatchCheck.of(self.config, self.actor, self.prompts, longest, sampling, columns)
         setup = RolloutSetup(

@@ -53,6 +53,7 @@ from verl_mg.training.microbatch import SHARED_TOKENS, SHARED_WITH, MicroBatch, 
 from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.routed_experts import replayed_layers, routed_experts
 from verl_mg.training.runner import Pass, Report, Runner
+from verl_mg.training.selected_keys import PrescribedKeys, selecting_layers
 from verl_mg.training.storages import storages
 from verl_mg.training.weights import load_directory
 
@@ -251,8 +252,8 @@ class MegatronRunner(Runner):
     def pack(self, rows: Batch, cp_size: int, trains: bool) -> MicroBatch[PackedSequences]:
         """Packs rows into a micro-batch that this rank shares with `cp_size` context-parallel ranks in all.
 
-        Each stage reads the columns `routed_experts`, `shared_with` and `shared_tokens` if they are there, for others
-        see `pack_rows`.
+        Each stage reads the columns `routed_experts`, `selected_keys`, `shared_with` and `shared_tokens` if they are
+        there, for others see `pack_rows`.
         """
         place, shard = self._frequencies.device, self.groups.token_shard(cp_size)
         stage = self.stage(self.groups.coordinates.pp)
@@ -265,6 +266,8 @@ class MegatronRunner(Runner):
         if order.zigzag:
             packed.keep(copy_to(place, order.local))
         packed.experts = routed_experts(rows, order, shard, replayed_layers(self.table.config, stage), place)
+        if layers := selecting_layers(self.table.config, stage):
+            packed.prescribed_keys = PrescribedKeys.of(rows, order, shard, layers, place)
         # Routers see the tokens of one tensor-parallel rank.
         occurrences = order.occurrences[order.local].chunk(shard.tp)[shard.tp_index]
         packed.occurrences = copy_to(place, occurrences)

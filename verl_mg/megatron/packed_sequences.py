@@ -34,6 +34,7 @@ from verl_mg.megatron.delta_rule import Chunks
 from verl_mg.megatron.multi_token import NextTokens
 from verl_mg.training.microbatch import positions_of, zigzag_tokens
 from verl_mg.training.packed_attention import Sequences
+from verl_mg.training.selected_keys import PrescribedKeys
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(query (n, heads, L / cp, d), key (n, kv_heads, L, d), value (n, kv_heads, L, d_v), visible (L / cp, L) bool) ->
@@ -100,6 +101,7 @@ class PackedSequences(Sequences, PackedSeqParams):
     """(K,) int64 on the device, index of each key among the T tokens; None where K = T and the keys are in order."""
     experts: Mapping[int, Tensor] | None = None
     """(T / (cp * tp), k) int16 of each layer, prescribed experts of this rank's tokens, see `routing`."""
+    prescribed_keys: PrescribedKeys | None = None  # keys of this rank's tokens, see `sparse_attention`
     occurrences: Tensor | None = None
     """(T / (cp * tp),) int64, number of rows that contain each of this rank's tokens; 0 for padding."""
     rows_of_tokens: RowsOfTokens | None = None  # rows of this rank's tokens; None without a balance loss

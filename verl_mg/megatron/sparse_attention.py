@@ -13,6 +13,9 @@ selections after, as one bit for each key of the longest sequence. Scores exist 
 itself is computed with a mask, and takes as long as attention to all keys. Where layers share a selection (GLM-5.2), it
 travels with the hidden states to the next pipeline stages, see `StageSelections`.
 
+Replay: where a batch has the keys that the rollout attended to, training attends to the same ones, so that both compute
+the same function, as routing replay does for experts. `training.selected_keys` describes the columns.
+
 Not megatron-core's module (new in 0.19), which needs a kernel for the rotation of queries and keys, and cuts each
 sequence among context-parallel ranks. The rotation is orthogonal, so scores are the same without it.
 """
@@ -56,10 +59,13 @@ class Indexer(nn.Module):
         self.requires_grad_(False)
 
     @torch.no_grad()
-    def forward(self, hidden: Tensor, q_latent: Tensor, packed: PackedSequences, tp: dist.ProcessGroup) -> Tensor:
+    def forward(
+        self, layer: int, hidden: Tensor, q_latent: Tensor, packed: PackedSequences, tp: dist.ProcessGroup
+    ) -> Tensor:
         """Selects the keys of the queries of all sequences: (T, longest / 8) uint8, see `selected_bits`.
 
         A collective of the ranks that share them; `hidden` and the normalized `q_latent` are of this rank's tokens.
+        Keys that are prescribed for the layer replace its own choice.
         """
         cp = packed.cp_group
         assert cp is not None and packed.cos is not None and packed.sin is not None
@@ -76,6 +82,8 @@ class Indexer(nn.Module):
         if packed.keys is not None:
             keys = keys[packed.keys]
         bits = selected_bits(query, keys, weights, packed, self.sizes.top_k, first)
+        if packed.prescribed_keys is not None:
+            bits = packed.prescribed_keys.replace(layer, bits)
         return _gathered(_gathered(bits, tp), cp)
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -214,8 +222,8 @@ class SparseLatentAttention(MultiLatentAttention):
         assert packed is not None
         if self.indexer and packed.max_seqlen_kv > self.indexer.sizes.top_k and self.layer not in packed.selected:
             # Once for a micro-batch: a recomputed layer attends to the same keys again.
-            selected = self.indexer(hidden_states.squeeze(1), q_latent.squeeze(1), packed, self.pg_collection.tp)
-            packed.selected[self.layer] = selected
+            hidden, tp = hidden_states.squeeze(1), self.pg_collection.tp
+            packed.selected[self.layer] = self.indexer(self.layer, hidden, q_latent.squeeze(1), packed, tp)
         return projected
 
 

@@ -95,6 +95,11 @@ class IndexerConfig:
     """For each layer, the one whose indexer selects its keys (IndexCache, arXiv:2603.12201): itself, or the last one
     before it that has an indexer."""
 
+    @property
+    def selecting(self) -> tuple[int, ...]:
+        """Layers with an indexer, ascending."""
+        return tuple(sorted(set(self.sources)))
+
     def has_indexer(self, layer: int) -> bool:
         """Returns whether a layer has an indexer; others attend to the keys that an earlier one selected."""
         return self.sources[layer] == layer

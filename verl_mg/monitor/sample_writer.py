@@ -23,7 +23,7 @@ import torch
 from pyarrow import parquet
 from torch import Tensor
 
-from verl_mg.batch import SUPPORT_SIZES, Batch, ColumnKind
+from verl_mg.batch import COUNTED_BY, Batch, ColumnKind
 from verl_mg.engines.trajectory import without_agent
 from verl_mg.jsonl import replacing
 from verl_mg.monitor.sample_schema import COLUMN as IMAGES
@@ -130,7 +130,7 @@ class SampleWriter:
     ) -> pa.Table:
         """Returns some rows of a batch, with nulls where it has no column of a name."""
         batch = record.batch
-        whole = batch.select_columns({*NUMBERS, *TOKENS, *_parts_of(batch), SUPPORT_SIZES})  # counts of the candidates
+        whole = batch.select_columns({*NUMBERS, *TOKENS, *_parts_of(batch), *COUNTED_BY.values()})
         for name, column in others.items():
             whole.put(_OTHER + name, column.values, column.kind)
         rows = whole.select(index)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_mg.batch import SUPPORT_IDS, SUPPORT_SIZES, Batch, ColumnKind
+from verl_mg.batch import SELECTED_KEYS, SELECTION_SIZES, SUPPORT_IDS, SUPPORT_SIZES, Batch, ColumnKind
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.distributed.collectives import all_gather_bytes
 from verl_mg.layout import Stage
@@ -29,18 +29,20 @@ from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WI
 from verl_mg.training.offload import CpuOffload
 from verl_mg.training.routed_experts import replayed_layers
 from verl_mg.training.runner import Runner
+from verl_mg.training.selected_keys import check_selected_keys, selecting_layers
 
 PREFIX_COLUMNS = ("prefix_of", "prefix_length")
 
 
 def can_share_prefixes(runner: Runner, columns: Container[str]) -> bool:
     """Returns whether shared prefixes are computed once; otherwise every row is computed whole."""
-    # Prescribed experts may differ between rows for the same token. Context-parallel ranks that exchange keys and
-    # values have two chunks of a sequence each; other context-parallel ranks may share a row in numbers that depend on
-    # its length.
+    # Prescribed experts and keys may differ between rows for the same token. Context-parallel ranks that exchange keys
+    # and values have two chunks of a sequence each; other context-parallel ranks may share a row in numbers that depend
+    # on its length.
     if not all(name in columns for name in PREFIX_COLUMNS):
         return False
-    prescribed = ROUTED_EXPERTS in columns and runner.table.config.experts is not None
+    config = runner.table.config
+    prescribed = (ROUTED_EXPERTS in columns and config.experts) or (SELECTED_KEYS in columns and config.indexer)
     return runner.can_share_prefixes and not prescribed
 
 
@@ -72,7 +74,8 @@ def mark_shared(rows: Batch, numbers: Sequence[int], shared: Shared) -> Batch:
 
 
 SUPPORT_COLUMNS = (SUPPORT_SIZES, SUPPORT_IDS)
-FORWARD_COLUMNS = ("tokens", "loss_mask", "routed_experts", *SUPPORT_COLUMNS)
+SELECTION_COLUMNS = (SELECTION_SIZES, SELECTED_KEYS)
+FORWARD_COLUMNS = ("tokens", "loss_mask", "routed_experts", *SELECTION_COLUMNS, *SUPPORT_COLUMNS)
 """Columns that the result of a forward pass depends on."""
 
 
@@ -257,6 +260,7 @@ class Role:
         """
         # Roles of a concurrent block that have the same layout, such as actor and reference, share what is received.
         check_routed_experts(batch, self.runner.table.config)
+        check_selected_keys(batch, self.runner.table.config)
         key = (Fingerprint(batch, batch.names()), self.runner.placement, self.runner.table.config, self._omitted, plans)
         return self._context.executor.once(key, lambda: self._gather(batch, index, plans))
 
@@ -298,9 +302,13 @@ class Role:
 def columns_needed(schema: Mapping[str, ColumnSchema], stage: Stage, model: HFConfig) -> list[ColumnPart]:
     """Returns what the ranks of a pipeline stage read of the columns of a batch."""
     # The first stage embeds the tokens. The last one scores them and computes the loss, from any column. Each stage
-    # replays the routing of its layers. The lengths of the rows are known to every rank.
-    whole = schema.keys() - {ROUTED_EXPERTS} if stage.is_last else {"tokens"} if stage.is_first else set()
+    # replays the choices of its layers. The lengths of the rows are known to every rank.
+    replayed = {ROUTED_EXPERTS, *SELECTION_COLUMNS}
+    whole = schema.keys() - replayed if stage.is_last else {"tokens"} if stage.is_first else set()
     parts = [ColumnPart(name) for name in sorted(whole)]
     if ROUTED_EXPERTS in schema and (layers := replayed_layers(model, stage)):
         parts.append(ColumnPart(ROUTED_EXPERTS, layers))
+    if SELECTED_KEYS in schema and model.indexer and (layers := selecting_layers(model, stage)):
+        places = tuple(map(model.indexer.selecting.index, layers))
+        parts += [ColumnPart(SELECTION_SIZES), ColumnPart(SELECTED_KEYS, places)]
     return parts

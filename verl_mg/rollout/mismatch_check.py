@@ -40,7 +40,8 @@ from verl_mg.rollout.engine_group import EngineGroup
 from verl_mg.rows.samples import OptionalColumns, samples_to_batch
 
 FLOAT32, FLOAT32_EXPERTS, HALF, COARSE = 1e-3, 0.01, 0.05, 0.2  # nats; 0.0044 was measured in bfloat16
-"""Bounds in float32, without and with experts that are selected twice, in 16 bits, and for `Precision.is_coarse`."""
+"""Bounds in float32, without and with experts or keys that are selected twice, in 16 bits, and for
+`Precision.is_coarse`."""
 NEW_TOKENS = 16  # compared tokens at the end of the longest row
 WHOLE = ("auto", "float32", "float16", "bfloat16", "bf16")
 """Types of keys and values that are not quantized, by the names of engines."""
@@ -60,6 +61,8 @@ class Precision:
     has_experts: bool
     replays_routing: bool
     """Whether the trainer takes the experts that the engine has selected."""
+    has_indexer: bool = False  # whether attention is to keys that are selected
+    replays_selections: bool = False  # whether the trainer takes the keys that the engine has selected
 
     @classmethod
     def of(cls, actor: Actor, config: Config) -> Precision:
@@ -73,18 +76,21 @@ class Precision:
             trains_in_fp8=bool(fields.get("fp8") or fields.get("fp4")),
             has_experts=actor.runner.table.config.experts is not None,
             replays_routing=rollout.replay_routing,
+            has_indexer=actor.runner.table.config.indexer is not None,
+            replays_selections=rollout.replay_selections,
         )
 
     @property
     def is_coarse(self) -> bool:
-        """Whether engine and trainer compute with other weights, keys and values, or often with other experts."""
+        """Whether engine and trainer compute with other weights, keys and values, or often with other choices."""
         quantizes = self.wire != "cast" or self.trains_in_fp8 or self.cache not in WHOLE
-        return quantizes or (self.selects_experts_twice and self.dtype is not torch.float32)
+        return quantizes or (bool(self.selects_twice) and self.dtype is not torch.float32)
 
     @property
-    def selects_experts_twice(self) -> bool:
-        """Whether engine and trainer each select experts: near ties fall differently, few of them in float32."""
-        return self.has_experts and not self.replays_routing
+    def selects_twice(self) -> list[str]:
+        """Keys without which engine and trainer each select: near ties fall differently, few of them in float32."""
+        keys = ["replay_routing"] if self.has_experts and not self.replays_routing else []
+        return keys + (["replay_selections"] if self.has_indexer and not self.replays_selections else [])
 
 
 def largest_mismatch(setting: MaxMismatch, precision: Precision) -> float | None:
@@ -95,7 +101,7 @@ def largest_mismatch(setting: MaxMismatch, precision: Precision) -> float | None
         return COARSE
     if precision.dtype is not torch.float32:
         return HALF
-    return FLOAT32_EXPERTS if precision.selects_experts_twice else FLOAT32
+    return FLOAT32_EXPERTS if precision.selects_twice else FLOAT32
 
 
 def probe_tokens(prompts: Iterable[Prompt], length: int, excluded: Collection[int] = ()) -> tuple[int, ...]:
@@ -191,7 +197,7 @@ class MismatchCheck:
         remedies = ["rollout.engine=hf"] if self._precision.engine != "hf" else []
         remedies += ["rollout.wire=cast"] if self._precision.wire != "cast" else []
         remedies += ["another kv_cache_dtype"] if self._precision.cache not in WHOLE else []
-        remedies += ["rollout.replay_routing=true"] if self._precision.selects_experts_twice else []
+        remedies += [f"rollout.{key}=true" for key in self._precision.selects_twice]
         tried = f"Try {', '.join(remedies)} as" if remedies else "Look for the cause as"
         sample = "In one of them,"
         if not is_probe:

@@ -33,13 +33,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from verl_mg.batch import SUPPORT_SIZES, Batch, ColumnKind
+from verl_mg.batch import COUNTED_BY, Batch, ColumnKind
 from verl_mg.distributed.collectives import all_gather_bytes
 
-INDEXED_COLUMNS = ("sample_id", "loss_mask", "pair", "trajectory", SUPPORT_SIZES)
+INDEXED_COLUMNS = ("sample_id", "loss_mask", "pair", "trajectory", *COUNTED_BY.values())
 """Columns that the index of a batch depends on."""
-_FIELDS = 6
-"""Integers that a rank sends for each row: sample id, length, scored tokens, group, trajectory and candidates."""
+_FIELDS = 5 + len(COUNTED_BY)
+"""Integers that a rank sends for each row: sample id, length, scored tokens, group, trajectory, and the entries of each
+kind in COUNTED_BY."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ class RowIndex:
     """Trajectory of each row; its sample id where the batch has no trajectories."""
     has_images: bool = False
     """Whether rows have images, on some rank."""
-    candidates: tuple[int, ...] = ()
-    """Entries of each row in a candidate column; () where there is no such column."""
+    counted: Mapping[ColumnKind, tuple[int, ...]] = field(default_factory=dict)
+    """Entries of each row in a column of a kind in COUNTED_BY; none where there is no such column."""
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -95,9 +96,7 @@ class RowIndex:
         """Returns the number of entries of each row in a column of a kind, as of `Batch`."""
         if kind is ColumnKind.TOKEN:
             return self.lengths
-        if kind is ColumnKind.CANDIDATE:
-            return self.candidates or [0] * len(self)
-        return [1] * len(self)
+        return self.counted.get(kind, [int(kind not in COUNTED_BY)] * len(self))
 
     @property
     def row_groups_by_trajectory(self) -> list[list[tuple[int, ...]]]:
@@ -147,7 +146,7 @@ class _Report:
     """Contribution of one rank to the index."""
 
     rows: Tensor | None
-    """(n, 6) int64, see `_FIELDS`; None where the rank has kept the index."""
+    """(n, fields) int64, see `_FIELDS`; None where the rank has kept the index."""
     schema: bytes
     has_images: bool
 
@@ -217,13 +216,13 @@ def _gather(report: _Report) -> list[_Report]:
 
 
 def _local_rows(batch: Batch) -> Tensor:
-    """Returns the integers of each row of this rank, (n, 6) int64, see `_FIELDS`."""
+    """Returns the integers of each row of this rank, (n, fields) int64, see `_FIELDS`."""
     scored = (batch["loss_mask"] & (batch.positions > 0)).long()
     counts = torch.zeros(len(batch), dtype=torch.int64).index_add_(0, batch.sequence_ids, scored)
     ids = batch["sample_id"]
     groups, trajectories = (batch[name if name in batch else "sample_id"] for name in ("pair", "trajectory"))
     # A rank without rows may have a column with another data type.
-    columns = (ids, batch.lengths, counts, groups, trajectories, batch.counts(ColumnKind.CANDIDATE))
+    columns = (ids, batch.lengths, counts, groups, trajectories, *map(batch.counts, COUNTED_BY))
     return torch.stack([column.long() for column in columns], dim=1)
 
 
@@ -234,7 +233,8 @@ def _merge(by_rank: Sequence[Tensor]) -> RowIndex:
     owners = torch.repeat_interleave(torch.arange(len(by_rank)), sizes)
     local = torch.arange(len(rows)) - (sizes.cumsum(0) - sizes)[owners]
     order = rows[:, 0].argsort()
-    sample_ids, lengths, scored, groups, trajectories, candidates = (tuple(c.tolist()) for c in rows[order].unbind(1))
+    fields = (tuple(column.tolist()) for column in rows[order].unbind(1))
+    sample_ids, lengths, scored, groups, trajectories, *counted = fields
     if len(set(sample_ids)) != len(sample_ids):
         raise ValueError("two rows of the batch have the same sample_id")
     members: dict[int, list[int]] = {}
@@ -250,7 +250,7 @@ def _merge(by_rank: Sequence[Tensor]) -> RowIndex:
         scored,
         row_groups,
         trajectories=trajectories,
-        candidates=candidates,
+        counted=dict(zip(COUNTED_BY, counted, strict=True)),
     )
 
 

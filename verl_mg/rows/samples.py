@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_mg.batch import SUPPORT_IDS, SUPPORT_SIZES, Batch, ColumnKind
+from verl_mg.batch import COUNTED_BY, SELECTED_KEYS, SELECTION_SIZES, SUPPORT_IDS, SUPPORT_SIZES, Batch, ColumnKind
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_to_all_json
 from verl_mg.engines.engine import Sample
-from verl_mg.engines.sampled_support import SampledSupport, join_supports, join_tops
+from verl_mg.engines.fed_tokens import SelectedKeys
+from verl_mg.engines.sampled_support import SampledSupport, join_entries, join_tops
 from verl_mg.engines.trajectory import (
     MAX_SAMPLES,
     MAX_SEGMENTS,
@@ -57,6 +58,7 @@ class OptionalColumns:
     """Columns that all ranks have, also where their samples report nothing."""
 
     routed_shape: tuple[int, int] | None = None  # (layers, experts per token) of `routed_experts`; None: no such column
+    num_selecting: int = 0  # layers of `selected_keys`; 0: no such column
     has_support: bool = False  # whether there are candidates of each token
     num_top: int = 0  # likeliest tokens in `sampler_top`; 0: no such column
     agent_names: Sequence[str] = ()  # agents of an episode, whose numbers `agent` has; (): no such column
@@ -124,6 +126,8 @@ def samples_to_batch(
     if columns.routed_shape is not None:
         none = torch.empty(0, *columns.routed_shape, dtype=torch.int16)
         batch["routed_experts"] = torch.cat([none, *(_routed(part, none) for part in parts)])
+    if columns.num_selecting:
+        _put_keys(batch, parts, columns.num_selecting)
     if columns.has_support:
         _put_support(batch, parts)
     if columns.num_top:
@@ -131,11 +135,24 @@ def samples_to_batch(
     return batch
 
 
+def _put_keys(batch: Batch, parts: Sequence[Segment], layers: int) -> None:
+    """Adds the keys that tokens of rows attended to, where they were fed to the model."""
+    counted: list[tuple[int, SelectedKeys | None]] = []
+    for part in parts:
+        fed = 0 if part.selected_keys is None else len(part.selected_keys)
+        counted += [(fed, part.selected_keys), (len(part.tokens) - fed, None)]
+    joined = join_entries(counted)
+    none = torch.empty(0, layers, dtype=torch.uint8)
+    keys = SelectedKeys(torch.zeros(batch.total_tokens, dtype=torch.int32), none) if joined is None else joined
+    batch.put(SELECTION_SIZES, keys.sizes, ColumnKind.TOKEN)
+    batch.put(SELECTED_KEYS, keys.entries, ColumnKind.SELECTION)
+
+
 def _put_support(batch: Batch, parts: Sequence[Segment]) -> None:
     """Adds the candidates of the tokens of rows."""
     # Engines that are silent about some tokens would have them trained as draws from the whole vocabulary.
     silent = [any(v != NOT_GENERATED for v in part.policy_versions) and part.support is None for part in parts]
-    joined = join_supports([(len(part.tokens), part.support) for part in parts])
+    joined = join_entries([(len(part.tokens), part.support) for part in parts])
     none = torch.empty(0, dtype=torch.int32)
     support = SampledSupport(none.new_zeros(batch.total_tokens), none) if joined is None else joined
     drawn = batch["tokens"].repeat_interleave(support.sizes.long()) == support.ids
@@ -180,10 +197,16 @@ def _rows_of(number: int, prompt: Prompt, sample: Sample) -> Iterator[_Row]:
         row = sample.id if trajectory is None else row_id(sample.id, 0)
         tokens, images = (*prompt.tokens, *sample.tokens), (*prompt.load_images(), *sample.images)
         reported = (sample.logprobs, sample.policy_versions, truncated)
-        support = join_supports([(len(prompt.tokens), None), (len(sample.tokens), sample.support)])
+        support = join_entries([(len(prompt.tokens), None), (len(sample.tokens), sample.support)])
         top = join_tops([(len(prompt.tokens), None), (len(sample.tokens), sample.top)])
         whole = Segment(
-            tokens, *reported, routed_experts=sample.routed_experts, support=support, top=top, images=images
+            tokens,
+            *reported,
+            routed_experts=sample.routed_experts,
+            selected_keys=sample.selected_keys,
+            support=support,
+            top=top,
+            images=images,
         )
         yield _Row(number, row, whole, len(prompt.tokens), row)
         return
@@ -303,5 +326,5 @@ class RolloutRecord:
         """Adds a column that the recipe receives."""
         # Copied, since the recipe may edit it in place. Columns with several numbers per token are large, and no recipe
         # changes them.
-        is_small = values.dim() == 1 and kind is not ColumnKind.CANDIDATE
+        is_small = values.dim() == 1 and kind not in COUNTED_BY
         self.received.put(name, values.clone() if is_small else values, kind)

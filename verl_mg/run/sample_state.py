@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, Self
 
 from pydantic import field_validator, model_validator
@@ -18,13 +19,15 @@ from torch import Tensor
 
 from verl_mg.config import Count
 from verl_mg.engines.engine import Finish, Sample
-from verl_mg.engines.sampled_support import SampledSupport
+from verl_mg.engines.fed_tokens import SelectedKeys
+from verl_mg.engines.sampled_support import SampledSupport, TokenEntries
 from verl_mg.engines.trajectory import Segment, Trajectory
 from verl_mg.images import Image, distinct_images
 from verl_mg.jsonl import StoredRecord
 from verl_mg.rows.samples import conversation_of, trajectory_of
 
-REPORTS = ("routed_experts", "support_sizes", "support_ids", "top")  # beginnings of the keys of `reports_of`
+REPORTS = ("routed_experts", "selection_sizes", "selected_keys", "support_sizes", "support_ids", "top")
+"""Beginnings of the keys of `reports_of`."""
 
 
 class _Tokens(StoredRecord):
@@ -109,8 +112,9 @@ def reports_of(which: str, sample: Sample) -> dict[str, Tensor]:
         parts[sample.id, number] = segment
     named: dict[str, Tensor | None] = {}
     for numbers, part in parts.items():
-        sizes, ids = (part.support.sizes, part.support.ids) if part.support else (None, None)
-        reports = (part.routed_experts, sizes, ids, part.top)
+        counted: Sequence[TokenEntries | None] = (part.selected_keys, part.support)
+        pairs = ((None, None) if entries is None else (entries.sizes, entries.entries) for entries in counted)
+        reports = (part.routed_experts, *chain.from_iterable(pairs), part.top)
         named |= zip((_key(name, which, *numbers) for name in REPORTS), reports, strict=True)
     return {key: tensor for key, tensor in named.items() if tensor is not None}
 
@@ -137,9 +141,14 @@ def _to_trajectory(
 
 def _fields(reports: Mapping[str, Tensor], which: str, *numbers: int) -> dict[str, Any]:
     """Returns the fields of a sample or segment that `reports_of` has taken apart."""
-    experts, sizes, ids, top = (reports.get(_key(name, which, *numbers)) for name in REPORTS)
-    support = None if sizes is None or ids is None else SampledSupport(sizes, ids)
-    return {"routed_experts": experts, "support": support, "top": top}
+    experts, *counted, top = (reports.get(_key(name, which, *numbers)) for name in REPORTS)
+    key_sizes, keys, sizes, ids = counted
+    return {
+        "routed_experts": experts,
+        "selected_keys": None if key_sizes is None or keys is None else SelectedKeys(key_sizes, keys),
+        "support": None if sizes is None or ids is None else SampledSupport(sizes, ids),
+        "top": top,
+    }
 
 
 def _key(name: str, which: str, *numbers: int) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_mg.algorithms.losses import Metrics
-from verl_mg.batch import ColumnKind
+from verl_mg.batch import COUNTED_BY, ColumnKind
 from verl_mg.device import copy_to
 from verl_mg.training.logprobs import TeacherDivergence
 from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH, TEACHER_HIDDEN, MicroBatch
@@ -100,7 +100,7 @@ def loss_tokens(micro: MicroBatch[Any], output: Tensor, teacher: TeacherDivergen
     columns = {}
     for name in micro.rows.names():
         kind = micro.rows.kind(name)
-        if name in (ROUTED_EXPERTS, SHARED_WITH, SHARED_TOKENS, TEACHER_HIDDEN) or kind is ColumnKind.CANDIDATE:
+        if name in (ROUTED_EXPERTS, SHARED_WITH, SHARED_TOKENS, TEACHER_HIDDEN) or kind in COUNTED_BY:
             continue  # not of a loss
         column = micro.rows[name]
         if kind is ColumnKind.SEQUENCE:

@@ -24,12 +24,14 @@ from verl_mg.config import Config
 from verl_mg.engines import ports as ports_module
 from verl_mg.engines.engine_options import AdapterSettings, EngineOptions
 from verl_mg.engines.ports import BLOCK_SIZE, PortBlock
+from verl_mg.engines.reports import ReportRules
 from verl_mg.engines.sglang.arguments import engine_arguments, environment, place_arguments
-from verl_mg.engines.sglang.host import _tags
+from verl_mg.engines.sglang.host import _tags, parse_response
 from verl_mg.engines.sglang.internals import DERIVED
 from verl_mg.errors import UserError
 from verl_mg.job.build_engines import engine_part, part_options
 from verl_mg.layout import EngineLayout, EnginePlacement
+from verl_mg.models.attention_config import IndexerConfig
 from verl_mg.models.tiny_model import make_tiny_model
 
 LIMITS = {"dtype": torch.bfloat16, "max_running": 16, "max_positions": 256}
@@ -38,6 +40,7 @@ ENGINES = {
     "first adp": EngineOptions(layout=EngineLayout(tp=4, ep=4, adp=2), first_gpu=0, routed_experts=True, **LIMITS),
     "second adp": EngineOptions(layout=EngineLayout(tp=4, ep=4, adp=2), first_gpu=4, routed_experts=True, **LIMITS),
     "pp2": EngineOptions(layout=EngineLayout(tp=2, pp=2), first_gpu=4, **LIMITS),
+    "selections": EngineOptions(layout=EngineLayout(), selected_keys=True, **LIMITS),
     "deterministic": EngineOptions(layout=EngineLayout(tp=2), gpu_step=2, deterministic=True, **LIMITS),
     "adapters": EngineOptions(
         layout=EngineLayout(tp=2), sleeps=False, adapters=AdapterSettings(16, ("q_proj", "k_proj", "v_proj")), **LIMITS
@@ -276,3 +279,23 @@ def test_check_nodes_given_an_engine_that_cannot_span_them_raises(layout, first)
     parsed = EngineLayout.parse(layout)
     with pytest.raises(UserError, match="needs as many ranks on each"):
         EnginePlacement(parsed, tuple(range(first, first + parsed.ranks))).check_nodes(PER_NODE)
+
+
+@needs_sglang
+def test_read_keys_of_what_sglang_reports_are_the_keys_with_the_highest_scores(on_gpus):
+    layers, tokens, top_k, selecting = 4, 12, 3, (0, 1, 3)
+    scores = torch.rand(layers, tokens, tokens, generator=torch.Generator().manual_seed(0))
+    scores[2] = scores[1]  # which SGLang mirrors
+    variables = environment(Path(), replace(ENGINES["tp2"], selected_keys=True))
+    probe = "tests.engines.sglang.selections_probe"
+    (text,) = printed(warm_start.sglang().python, probe, json.dumps(scores.tolist()), env=variables)
+    meta = {"output_token_logprobs": [], "finish_reason": {"type": "stop"}, "indexer_topk": text}
+    report = parse_response({"meta_info": meta, "output_ids": []}, 0)["selected_keys"]
+    indexer = IndexerConfig(heads=1, head_dim=4, top_k=top_k, interleaved=True, sources=(0, 1, 1, 3))
+    rules = ReportRules(engine="e", vocab=9, layers=layers, indexer=indexer)
+    keys = rules.read_keys(7, report, tokens, True)
+    for token, entries in enumerate(keys.entries.split(keys.sizes.tolist())):
+        numbers = [int.from_bytes(bytes(entries[:, layer].tolist()), "little") for layer in range(len(selecting))]
+        found = [[key for key in range(tokens) if number >> key & 1] for number in numbers]
+        ranked = [sorted(range(token + 1), key=lambda key, at=layer: -scores[at, token, key]) for layer in selecting]
+        assert found == ([sorted(own[:top_k]) for own in ranked] if token >= top_k else [[], [], []])

@@ -237,7 +237,7 @@ def _turns_with_results(
 
 
 def _with_observation(sample: Sample, tokens: tuple[int, ...], images: RowImages) -> Sample:
-    """Appends tool results to a sample; its experts still end with the last token that was fed to the model."""
+    """Appends tool results to a sample; its reports of fed tokens still end with the last one of these."""
     unscored = (0.0,) * len(tokens), (NOT_GENERATED,) * len(tokens)
     observation = Sample(sample.id, tokens, *unscored, "abort", images=images)
-    return replace(sample.extended_by(observation), routed_experts=sample.routed_experts)
+    return sample.extended_by(observation)

@@ -137,6 +137,8 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
         common |= {"nnodes": options.nodes.count, "node_rank": options.nodes.rank}
     if options.routed_experts:
         common["enable_return_routed_experts"] = True
+    if options.selected_keys:
+        common["enable_return_indexer_topk"] = True
     if options.adapters:
         common |= {
             "enable_lora": True,
@@ -240,6 +242,9 @@ def environment(model: Path, options: EngineOptions) -> dict[str, str]:
     inherited = inherited_environment(options.python)
     if options.nodes.count > 1:
         inherited.setdefault("SGLANG_HOST_IP", options.nodes.address)  # SGLang would look for a route to the internet
+    if options.selected_keys:
+        # Otherwise it reports where the keys are in the cache or the batch, and not their positions in the sequence.
+        inherited["SGLANG_DSA_FUSE_TOPK"] = "0"
     if options.nodes.rank:
         inherited["SGLANG_BLOCK_NONZERO_RANK_CHILDREN"] = "0"  # else `sglang.Engine` would not return on this node
     # GPU: SGLang's checks of equal memory are off, graphs are released, and float32 has exact kernels.

@@ -248,6 +248,8 @@ def request_fields(request: dict[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {"input_ids": request["tokens"], "sampling_params": parameters, "return_logprob": True}
     if request["routed_experts"]:
         fields["return_routed_experts"] = True
+    if request["selected_keys"]:
+        fields["return_indexer_topk"] = True
     if request["returns_support"]:
         fields["return_sampling_mask"] = True
         # SGLang refuses to report the candidates without a limit of their number.
@@ -286,6 +288,7 @@ def parse_response(response: dict[str, Any], top_logprobs: int) -> dict[str, Any
         "finish": meta["finish_reason"]["type"],
         "spans": meta.get("weight_versions") or [],
         "routed_experts": meta.get("routed_experts"),
+        "selected_keys": meta.get("indexer_topk"),
         "counts": _counts(meta),
     }
 
