@@ -17,10 +17,10 @@ TRAINERS = 4
 pytestmark = [pytest.mark.nightly, needs_sglang]
 
 
-def command(folder: Path, output: Path) -> list[str]:
+def command(folder: Path, output: Path, program: str = "verl_mg") -> list[str]:
     """A job whose engine has one request at a time: SGLang has no seeds of requests on a CPU."""
     return [
-        *("-m", "verl_mg", "train", str(RECIPES / "ppo.py"), *settings(folder), f"job.output={output}"),
+        *("-m", program, "train", str(RECIPES / "ppo.py"), *settings(folder), f"job.output={output}"),
         *("rollout.num_ranks=1", "rollout.max_running_requests=1", "critic.optimizer.lr=3e-3"),
         *("algorithm.prompts_per_iteration=8", "algorithm.group_size=2", "algorithm.kl.coefficient=0.01"),
         *("job.deterministic=true", "job.iterations=12", "job.save=false", "job.console=false", "checkpoint.every=2"),
@@ -46,7 +46,8 @@ def metrics_without_engine(run: Path) -> list[dict[str, float]]:
 def test_ppo_with_killed_trainers_keeps_its_engine_and_is_bitwise_identical(tmp_path):
     folder = inputs(tmp_path, "qwen3", unused=100)
     restarts = ("--max-restarts", "5")
-    with started([*torchrun(TRAINERS + 1, *restarts), *command(folder, tmp_path / "killed")]) as launcher:
+    killed_job = command(folder, tmp_path / "killed", "tools.bench.from_engines")
+    with started([*torchrun(TRAINERS + 1, *restarts), *killed_job]) as launcher:
         started_engines, still_there = set(), []
         # In the middle of generation, and of training; one iteration after a checkpoint, and right after it.
         for rank, iteration, pause in ((2, 3, 0.2), (0, 6, 0.6), (1, 9, 0.4)):

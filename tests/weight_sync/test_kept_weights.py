@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.weight_sync.receivers import TABLE, EngineProcess, Source, differing
+from verl_mg import device
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.sharding.boxes import full_box
@@ -82,13 +83,15 @@ def test_weights_do_not_come_back_from_engines_without_a_tensor(ranks):
 
 
 @pytest.mark.parametrize(
-    ("lora", "wire", "dtype", "expected"),
+    ("lora", "wire", "dtype", "backend", "expected"),
     [
-        (None, "cast", torch.float32, ""),
-        (None, "cast", torch.bfloat16, "the optimizer has them in float32"),
-        (None, "fp8_block", torch.float32, "rollout.wire=fp8_block rounds them"),
-        (object(), "cast", torch.float32, "adapters are trained, and merged into what engines have"),
+        (None, "cast", torch.float32, "nccl", ""),
+        (None, "cast", torch.float32, "gloo", "files are faster"),
+        (None, "cast", torch.bfloat16, "nccl", "the optimizer has them in float32"),
+        (None, "fp8_block", torch.float32, "nccl", "rollout.wire=fp8_block rounds them"),
+        (object(), "cast", torch.float32, "nccl", "adapters are trained, and merged into what engines have"),
     ],
 )
-def test_obstacle_is_whatever_rounds_or_merges_weights(lora, wire, dtype, expected):
+def test_obstacle_is_whatever_rounds_or_merges_weights_or_is_slower(monkeypatch, lora, wire, dtype, backend, expected):
+    monkeypatch.setattr(device, "group_backend", lambda: backend)
     assert obstacle(SimpleNamespace(lora=lora, dtype=dtype), wire) == expected

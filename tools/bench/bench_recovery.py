@@ -4,11 +4,11 @@
 
 PPO with actor, critic and reference on four ranks, and SGLang on a fifth one. One of the four ranks is ended by
 SIGKILL in the middle of an iteration, in three ways, in turn: under `--max-restarts`, where the launcher starts the
-ranks again and the engine continues, with the actor's weights from the engine where these are faster, or always from
-the checkpoint; and without, where the job ends with an error and the same command is started again (not with
-`--no-job`). Prints the seconds until the job has logged one more iteration than before, what the job says of the source
-of the actor's weights, medians, and the ratios of all medians to the first. It ends with an error if the engine's
-processes are not the same ones after a restart by the launcher.
+ranks again and the engine continues, with the actor's weights from the engine, and as users start it; and without,
+where the job ends with an error and the same command is started again (not with `--no-job`). Prints the seconds until
+the job has logged one more iteration than before, what the job says of the source of the actor's weights, medians, and
+the ratios of all medians to the first. It ends with an error if the engine's processes are not the same ones after a
+restart by the launcher.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.bench import heavy_tail_task
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "ppo.py"
 RANKS, VICTIM = 5, 2
-WAYS = ENGINES, FILES, JOB = "weights of the engines", "weights of the checkpoint", "restart of the job"
+WAYS = ENGINES, CHOSEN, JOB = "weights of the engines", "restart by the launcher", "restart of the job"
 POLL_SECONDS = 0.02
 PATIENCE_SECONDS = 900.0
 AFTER_SECONDS = 0.3
@@ -89,7 +89,7 @@ def _command(task: Path, run: Path, iteration: int, way: str) -> list[str]:
     return [
         *(sys.executable, "-m", "verl_mg.launch", f"--nproc-per-node={RANKS}"),
         *(["--max-restarts=1"] if way != JOB else []),
-        *("-m", "tools.bench.files_only" if way == FILES else "verl_mg", "train", str(RECIPE)),
+        *("-m", "tools.bench.from_engines" if way == ENGINES else "verl_mg", "train", str(RECIPE)),
         *heavy_tail_task.task_settings(task),
         *("rollout.engine=sglang", "rollout.num_ranks=1", "rollout.max_new_tokens=32"),
         "rollout.max_running_requests=1",  # SGLang has no seeds of requests on a CPU: one after the other

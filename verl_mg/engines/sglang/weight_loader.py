@@ -101,7 +101,7 @@ def read(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Non
             raise RuntimeError(f"the engine's model has no parameter {name} in {tensor.dtype}")
         tensor.copy_(as_loaded(parameters[name]))
     # GPU: a wait before the rank reads the memory.
-    # GPU-TEST: tests/weight_sync/test_kept_weights.py::test_take_back_from_engine_on_a_gpu_returns_what_was_sent
+    # GPU-TEST: none
     # GPU-RAN: not yet
     if any(tensor.is_cuda for tensor in tensors.values()):
         torch.cuda.synchronize()
