@@ -14,6 +14,7 @@
 
       engines of the job ──kept_weights.py──▶ ranks that start again, by a plan in the other direction
 
-The last three ways to engines implement `servers.ServerTransport`; servers that cannot receive shards receive broadcasts. A transport
-knows a `Runner` and a version. Plans are kept as long as the layouts of both sides stay the same.
+The last three ways to engines implement `servers.ServerTransport`; servers that cannot receive shards receive
+broadcasts. A transport knows a `Runner` and a version. Plans are kept as long as the layouts of both sides stay the
+same.
 """
