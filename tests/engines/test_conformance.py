@@ -25,6 +25,7 @@ from tests.helpers.engines import (
     options_of,
     process_of,
     requests,
+    weights_of,
     workers_of,
 )
 from verl_mg.engines.engine import EngineDiedError, Request, Sample, Sampling, count_metrics
@@ -372,6 +373,15 @@ def test_engine_of_a_dead_rank_leaves_no_process(mixtures, tmp_path, monkeypatch
     _, alive = psutil.wait_procs(processes, timeout=600)
     engine.close()
     assert alive == []
+
+
+@of_processes
+def test_read_returns_bit_for_bit_what_was_loaded_while_requests_run(engine, mixtures):
+    engine.submit(requests(2), Sampling(max_new_tokens=LENGTH))
+    (expected,), (read,) = weights_of(engine, mixtures[0]), weights_of(engine, mixtures[1])
+    engine.read([read.payload()], is_last=True)
+    assert all(torch.equal(read.tensors[name], values) for name, values in expected.tensors.items())
+    assert engine.version == VERSION and [sample.finish for sample in all_of(engine, 2)] == ["length"] * 2
 
 
 @of_processes

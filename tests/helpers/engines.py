@@ -71,6 +71,14 @@ def bring_weights(
 
     Rows that pad a parameter get the value of `padding`, every second one its negative.
     """
+    held = weights_of(engine, model, traced, padding)
+    engine.loaded(engine.load([staging.payload() for staging in held], version))
+
+
+def weights_of(
+    engine: ProcessEngine, model: Path, traced: Sequence[dict[str, Shard]] | None = None, padding: float = 0.0
+) -> list[Staging]:
+    """What `bring_weights` brings to each rank."""
     held = []
     for shards in traced or _shards_of_table(engine, model):
         dtypes = dict.fromkeys(shards, engine.options.dtype)
@@ -81,7 +89,7 @@ def bring_weights(
             for box in shard.padding:
                 rows = held[-1].tensors[name][slices(box)]
                 rows[::2], rows[1::2] = padding, -padding
-    engine.loaded(engine.load([staging.payload() for staging in held], version))
+    return held
 
 
 def _shards_of_table(engine: ProcessEngine, model: Path) -> list[dict[str, Shard]]:

@@ -44,7 +44,7 @@ from verl_mg.distributed.outside_group import connect_store, join_outside_group
 from verl_mg.distributed.world import init_process_group
 from verl_mg.engines.engine import EngineDiedError
 from verl_mg.engines.payloads import apply_payload, has_patches, named_views, open_payload
-from verl_mg.engines.sglang import shard_receiver
+from verl_mg.engines.sglang import shard_receiver, weight_loader
 from verl_mg.http_client import UnreachableError
 from verl_mg.layout import EngineLayout, Layout, Placement
 from verl_mg.models.hf_config import parse_config
@@ -182,6 +182,13 @@ class EngineProcess:
 
     def loaded(self, version: int | None) -> None:
         self.version = self.version if version is None else version
+
+    def read(self, payloads: list[str], is_last: bool) -> None:
+        if not self.loads_left:
+            raise EngineDiedError("its process ended")
+        self.loads_left -= 1
+        for held, payload in zip(self.parameters, payloads, strict=True):
+            weight_loader.read(held, dict(named_views(*open_payload(payload, torch.device("cpu")))))
 
     def load_adapters(self, payloads: list[str], version: int, fields: Mapping[str, Any]) -> None:
         (payload,) = payloads

@@ -1,12 +1,14 @@
 """Seconds from the loss of a trainer rank to the next iteration: restart by the launcher, and of the whole job.
 
-    python -m tools.bench.bench_recovery [--rounds 3] [--iteration 3]
+    python -m tools.bench.bench_recovery [--rounds 3] [--iteration 3] [--hidden 64] [--layers 2] [--no-job]
 
 PPO with actor, critic and reference on four ranks, and SGLang on a fifth one. One of the four ranks is ended by
-SIGKILL in the middle of an iteration, in two ways, in turn: under `--max-restarts`, where the launcher starts the ranks
-again and the engine continues; and without, where the job ends with an error and the same command is started again.
-Prints the seconds until the job has logged one more iteration than before, their medians, and how many times faster
-the first is. It ends with an error if the engine's processes are not the same ones after a restart by the launcher.
+SIGKILL in the middle of an iteration, in three ways, in turn: under `--max-restarts`, where the launcher starts the
+ranks again and the engine continues, with the actor's weights from the engine, and as users start it; and without,
+where the job ends with an error and the same command is started again (not with `--no-job`). Prints the seconds until
+the job has logged one more iteration than before, what the job says of the source of the actor's weights, medians, and
+the ratios of all medians to the first. It ends with an error if the engine's processes are not the same ones after a
+restart by the launcher.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from tools.bench import heavy_tail_task
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "ppo.py"
 RANKS, VICTIM = 5, 2
+WAYS = ENGINES, CHOSEN, JOB = "weights of the engines", "restart by the launcher", "restart of the job"
 POLL_SECONDS = 0.02
 PATIENCE_SECONDS = 900.0
 AFTER_SECONDS = 0.3
@@ -37,23 +40,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--iteration", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--no-job", action="store_true")
     options = parser.parse_args()
-    seconds: dict[str, list[float]] = {"restart by the launcher": [], "restart of the job": []}
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS if way != JOB or not options.no_job}
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder)
-        heavy_tail_task.make(task, 64, 2, 72)
+        heavy_tail_task.make(task, options.hidden, options.layers, 72)
         for number in range(options.rounds):
-            for name, values in seconds.items():
-                run = task / f"run-{number}-{name.replace(' ', '-')}"
-                values.append(_recovery(task, run, options.iteration, restarts=name == "restart by the launcher"))
-                print(f"{name}: {values[-1]:.1f} s", flush=True)
-    fast, slow = (statistics.median(values) for values in seconds.values())
-    print(f"medians: {fast:.1f} s and {slow:.1f} s, {slow / fast:.1f} times faster")
+            for way, values in seconds.items():
+                run = task / f"run-{number}-{way.replace(' ', '-')}"
+                values.append(_recovery(task, run, options.iteration, way))
+                print(f"{way}: {values[-1]:.1f} s; {_restored(run)}", flush=True)
+    medians = {way: statistics.median(values) for way, values in seconds.items()}
+    for way, median in medians.items():
+        print(f"{way}: median {median:.1f} s, {median / medians[ENGINES]:.2f} times as long as with {ENGINES}")
 
 
-def _recovery(task: Path, run: Path, iteration: int, restarts: bool) -> float:
+def _restored(run: Path) -> str:
+    """Returns what the job says of the source of the actor's weights."""
+    lines = (run / "output").read_text().splitlines()
+    return next((line[line.index("actor: weights") :] for line in lines if "actor: weights" in line), "not restored")
+
+
+def _recovery(task: Path, run: Path, iteration: int, way: str) -> float:
     """Returns the seconds from the loss of a rank until the job has logged another iteration."""
-    command = _command(task, run, iteration, restarts)
+    command, restarts = _command(task, run, iteration, way), way != JOB
     job = _start(command, run)
     _wait_for(run, iteration, job)
     engine = _engine(job)
@@ -72,11 +85,11 @@ def _recovery(task: Path, run: Path, iteration: int, restarts: bool) -> float:
     return seconds
 
 
-def _command(task: Path, run: Path, iteration: int, restarts: bool) -> list[str]:
+def _command(task: Path, run: Path, iteration: int, way: str) -> list[str]:
     return [
         *(sys.executable, "-m", "verl_mg.launch", f"--nproc-per-node={RANKS}"),
-        *(["--max-restarts=1"] if restarts else []),
-        *("-m", "verl_mg", "train", str(RECIPE)),
+        *(["--max-restarts=1"] if way != JOB else []),
+        *("-m", "tools.bench.from_engines" if way == ENGINES else "verl_mg", "train", str(RECIPE)),
         *heavy_tail_task.task_settings(task),
         *("rollout.engine=sglang", "rollout.num_ranks=1", "rollout.max_new_tokens=32"),
         "rollout.max_running_requests=1",  # SGLang has no seeds of requests on a CPU: one after the other

@@ -54,7 +54,8 @@ from verl_mg.engines.engine_options import EngineOptions
 LINE_LIMIT = 2**31  # largest length of a line, in bytes; asyncio's default of 64 KiB is less than a long prompt
 ABORT_RETRY_SECONDS = 0.1
 # Methods of a host that the rank can call.
-METHODS = frozenset({"load", "load_adapters", "sleep", "wake", "pause", "unpause"})
+METHODS = frozenset({"load", "load_adapters", "read", "sleep", "wake", "pause", "unpause"})
+KEEPS_REQUESTS = frozenset({"read", "wake", "unpause"})  # those during which requests of lost ranks continue
 # Time limit of an engine for ending its requests when its rank is lost and it shares a device with training.
 PART_SECONDS = 60.0
 MAX_BYTES = 2**28  # largest size of all results; the oldest are dropped first
@@ -214,6 +215,15 @@ class EngineHost(ABC):
             payloads: one payload of `Staging` per rank of the engine.
             version: policy version, with the last payloads of an update: what is derived from weights is computed then.
             flush: whether the cache of the old weights is flushed.
+        """
+
+    @abstractmethod
+    async def read(self, payloads: Sequence[str], is_last: bool) -> None:
+        """Copies parameters into tensors of the same dtype, the inverse of `load`; requests continue.
+
+        Args:
+            payloads: as of `load`; their tensors name the parameters.
+            is_last: whether no further ones follow.
         """
 
     @abstractmethod
@@ -401,7 +411,7 @@ class EngineHost(ABC):
 
     async def _apply(self, method: str, fields: dict[str, Any]) -> None:
         """Calls a method, and keeps the state that the next rank needs."""
-        if self._ledger and method != "wake" and method != "unpause":
+        if self._ledger and method not in KEEPS_REQUESTS:
             for orphan in self._ledger.orphans():  # no rank waits for them
                 await self.abort_until_sent(orphan.rid)
         if method in ("load", "load_adapters"):

@@ -376,6 +376,13 @@ class ProcessEngine(RequestTracker):
         if version is not None:
             self._version = version
 
+    def read(self, payloads: Sequence[str], is_last: bool) -> None:
+        """Copies parameters into the tensors of the payloads; RuntimeError where its model has others.
+
+        There is one payload per rank of the engine. Requests continue.
+        """
+        self._wait(self._call("read", payloads=list(payloads), is_last=is_last))
+
     def load_adapters(self, payloads: Sequence[str], version: int, config: Mapping[str, Any]) -> None:
         """Replaces the adapters with which all further requests are computed; none may be in flight.
 

@@ -79,6 +79,7 @@ from verl_mg.rollout.rollout import Rollout, RolloutSetup, RolloutSource
 from verl_mg.rollout.sync_rollout import SyncRollout
 from verl_mg.rows.samples import OptionalColumns, RolloutRecord
 from verl_mg.training.runner import Runner
+from verl_mg.weight_sync.kept_weights import KeptWeights
 
 log = logging.getLogger(__name__)
 R = TypeVar("R", bound=Role)
@@ -261,6 +262,10 @@ class RunningJob:
             if self._engines and self._check:
                 self._check.probe(self._engines)
             self._rollout.start_generating()
+
+    def kept_weights(self, version: int) -> KeptWeights | str:
+        """Returns the actor's weights of a version that engines have kept, see `EngineGroup.take_back`."""
+        return self._engines.take_back(self.actor.runner, version) if self._engines else ""
 
     def begin(self, iteration: int) -> dict[str, float]:
         """Prepares an iteration before the recipe is called.

@@ -31,8 +31,10 @@ from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine_worker import EngineEvents, EngineRestart
 from verl_mg.rollout.work_queue import StaticShare
 from verl_mg.servers.pool import ServerPool
+from verl_mg.training.runner import Runner
 from verl_mg.weight_sync.hf_module import HFEngineSync
 from verl_mg.weight_sync.ipc import ProcessEngineSync
+from verl_mg.weight_sync.kept_weights import KeptWeights
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +87,13 @@ class EngineGroup(ABC):
     @abstractmethod
     def update_weights(self, actor: Actor) -> dict[str, float]:
         """Transfers the actor's weights to all engines; returns bytes and seconds as metrics."""
+
+    def take_back(self, runner: Runner, version: int) -> KeptWeights | str:
+        """Returns the weights that engines have kept from ranks that were lost, or why they have to come from files.
+
+        "" for engines that no rank leaves to another one.
+        """
+        return ""
 
     def close(self) -> None:  # noqa: B027, not all engines have processes
         """Ends this rank's engine if this job has started it."""
@@ -207,6 +216,12 @@ class ProcessEngineGroup(InFlightEngineGroup):
         self._wake(weights=False, kv=True)  # last: the cache takes the memory of the actor's weights
         self._is_asleep = False
         return report
+
+    def take_back(self, runner: Runner, version: int) -> KeptWeights | str:
+        """Implements `EngineGroup.take_back`."""
+        if self.version != version:
+            return f"the engines have {'none' if self.version < 0 else f'version {self.version}'}"
+        return self._sync.take_back(runner)
 
     def chosen(self) -> dict[str, str]:
         """Returns what the engine that this rank leads says of itself."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from verl_mg import device
 from verl_mg.batch import Batch, ColumnKind
-from verl_mg.checkpoint.sharded_safetensors import RankFile, ShardedReader, local_file
+from verl_mg.checkpoint.sharded_safetensors import RankFile, ShardedReader, StoredBox, local_file
 from verl_mg.config import Count
 from verl_mg.distributed.collectives import broadcast_bytes
 from verl_mg.distributed.watchdog import is_peer_failure
@@ -174,7 +175,10 @@ def restore(job: RunningJob, folder: StoredFolder, recipe: str) -> int:
     try:
         job.prompts.load_state(state.prompts)
         for name, role in job.trained.items():
-            role.load(stored.fill, state.trained[name])
+            if name == "actor":
+                _load_actor(job, stored, state.trained[name])
+            else:
+                role.load(stored.fill, state.trained[name])
         for name in job.roles.keys() & state.refreshed:
             _refreshed_role(job, name, folder).load(stored.fill)
         _restore_local(job, stored, state)
@@ -188,6 +192,21 @@ def restore(job: RunningJob, folder: StoredFolder, recipe: str) -> int:
     _report_changed_tests(job, state, folder)
     job.iteration, job.next_row = state.iteration, state.next_row
     return state.iteration
+
+
+def _load_actor(job: RunningJob, stored: ShardedReader, counts: RoleCounters) -> None:
+    """Restores the actor: its weights from engines that have kept them, otherwise from the files with all else."""
+    started = time.perf_counter()
+    kept = job.kept_weights(counts.updates)
+
+    def fill(part: StoredBox) -> None:
+        if isinstance(kept, str) or not kept.fill(part):
+            stored.fill(part)
+
+    job.actor.load(fill, counts)
+    if kept and dist.get_rank() == 0:
+        source = f"read from the checkpoint, for {kept}" if isinstance(kept, str) else "taken back from the engines"
+        log.warning("actor: weights %s, in %.2f s", source, time.perf_counter() - started)
 
 
 def _report_changed_tests(job: RunningJob, state: JobState, folder: StoredFolder) -> None:

@@ -12,6 +12,9 @@
       ├─ broadcast.py   rank 0 ──▶ whole tensors to all ranks of servers, which cut them themselves
       └─ folder.py      files of whole tensors, or of the changes for each rank of a server ──▶ servers read them
 
-The last three implement `servers.ServerTransport`; servers that cannot receive shards receive broadcasts. A transport
-knows a `Runner` and a version. Plans are kept as long as the layouts of both sides stay the same.
+      engines of the job ──kept_weights.py──▶ ranks that start again, by a plan in the other direction
+
+The last three ways to engines implement `servers.ServerTransport`; servers that cannot receive shards receive
+broadcasts. A transport knows a `Runner` and a version. Plans are kept as long as the layouts of both sides stay the
+same.
 """

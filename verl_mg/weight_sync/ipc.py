@@ -34,6 +34,7 @@ from verl_mg.reshard.delta_transfer import SentValues
 from verl_mg.reshard.encoding import Wire
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.training.runner import Runner
+from verl_mg.weight_sync.kept_weights import KeptWeights, obstacle, take_back
 from verl_mg.weight_sync.transfer_plan import (
     SourceWeights,
     TransferPlan,
@@ -83,6 +84,13 @@ class ProcessEngineSync:
     def transfer_to_engine(self, weights: SourceWeights, engine: int) -> None:
         """Transfers the weights to an engine that was restarted; the others continue to generate."""
         self._transfer(weights, EnginePlacement(self._placement.layout, self._ranks_of[engine]))
+
+    def take_back(self, runner: Runner) -> KeptWeights | str:
+        """Returns the weights of a runner that all engines have, or why they cannot be taken."""
+        if problem := obstacle(runner, self._wire):
+            return problem
+        group, engines = self._groups.get(dist.get_rank()), self._table.shard_map_engine(self._placement)
+        return take_back(runner, engines, group, self._engine, self._chunk_bytes())
 
     def barrier(self) -> None:
         """Waits for the other ranks of this rank's engine."""
@@ -143,10 +151,12 @@ class ProcessEngineSync:
         return not changes or all(all_gather_json(not update.is_loaded() or all(part.intact() for part in patched)))
 
     def _plan(self, runner: Runner, placement: EnginePlacement) -> TransferPlan:
+        return plan_to_engines(runner, self._table, [placement], self._wire, max_bytes=self._chunk_bytes())
+
+    def _chunk_bytes(self) -> int:
         # Memory is measured as it is during transfers: with the weights on the device, and torch's cache empty.
         device.release_unused_memory()
-        max_bytes = fitting_chunk_bytes(all_gather_json(device.free_memory()))
-        return plan_to_engines(runner, self._table, [placement], self._wire, max_bytes=max_bytes)
+        return fitting_chunk_bytes(all_gather_json(device.free_memory()))
 
 
 class _EngineUpdate:

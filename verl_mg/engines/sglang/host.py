@@ -70,13 +70,21 @@ class SGLangHost(EngineHost):
         self._manager.abort_request(rid=rid or "", abort_all=rid is None)
 
     async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
-        """Implements `EngineHost.load` by our weight loader, in a session of SGLang for each update."""
+        """Implements `EngineHost.load` by our weight loader."""
+        is_last = version is not None
+        await self._call_loader(payloads, is_last, flush_cache=flush, weight_version=str(version) if is_last else None)
+
+    async def read(self, payloads: Sequence[str], is_last: bool) -> None:
+        """Implements `EngineHost.read` by the same loader."""
+        await self._call_loader(payloads, is_last, reads=True, flush_cache=False)
+
+    async def _call_loader(self, payloads: Sequence[str], is_last: bool, reads: bool = False, **fields: Any) -> None:
+        """Calls our weight loader in all schedulers, in a session of SGLang from the first payloads to the last."""
         if not self._in_session:
             # Awaited: schedulers drop complete requests in the step after, and refuse to flush a cache that has any.
             selector = ALL if len(self._models) > 1 else TARGET
             await self._request("begin_weight_update", "BeginWeightUpdateReqInput", selector=selector)
             self._in_session = True
-        is_last = version is not None
         # Not by the manager's methods, which wait for a response before they send the next request.
         sent = []
         for model in self._models:
@@ -84,11 +92,10 @@ class SGLangHost(EngineHost):
             by_rank = [payloads[rank :: self._tp] for rank in range(self._tp)]
             load = internals.request(
                 "UpdateWeightsFromTensorReqInput",
-                serialized_named_tensors=[merge_stages(stages, is_last, model == DRAFT) for stages in by_rank],
+                serialized_named_tensors=[merge_stages(stages, is_last, model == DRAFT, reads) for stages in by_rank],
                 load_format=LOADER,
                 selector=model,
-                flush_cache=flush,
-                weight_version=str(version) if is_last else None,
+                **fields,
             )
             sent.append(self._manager.update_weights_from_tensor_communicator(load))
         if is_last:

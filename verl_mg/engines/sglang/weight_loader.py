@@ -25,12 +25,13 @@ LOADER = f"{__name__}.load_chunk"
 CASTABLE = {"float32", "bfloat16", "float16"}  # dtypes of weights that are not quantized
 
 
-def merge_stages(payloads: Sequence[str], is_last: bool, for_draft: bool = False) -> str:
+def merge_stages(payloads: Sequence[str], is_last: bool, for_draft: bool = False, reads: bool = False) -> str:
     """Merges the payloads of one tensor-parallel rank, by pipeline stage, into one in base64.
 
-    `is_last`: all weights are complete after them. `for_draft`: they fill the draft model, not the policy.
+    `is_last`: all weights are complete after them. `for_draft`: they fill the draft model, not the policy. `reads`:
+    they are filled by the model.
     """
-    return message_for_loader({"payloads": list(payloads), "is_last": is_last, "for_draft": for_draft})
+    return message_for_loader({"payloads": list(payloads), "is_last": is_last, "for_draft": for_draft, "reads": reads})
 
 
 def message_for_loader(message: dict[str, Any]) -> str:
@@ -50,7 +51,7 @@ def pickled_by_value(tensors: Any) -> str:
 
 
 def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Copies the tensors of this stage's payload into the parameters of the same names, or applies its patches.
+    """Copies the tensors of this stage's payload into the parameters of the same names, or back, or applies patches.
 
     The last one is followed by what SGLang's own loading ends with: weights are derived from others (MLA's w_kc, w_vc).
     """
@@ -68,7 +69,10 @@ def load_chunk(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
             for name, tensor in named_views(places, memory)
             if name.startswith(DRAFT) == message["for_draft"]
         }
-        _write(model, parameters, tensors)
+        if message["reads"]:
+            read(parameters, tensors)
+        else:
+            _write(model, parameters, tensors)
     if message["is_last"]:
         # SGLang processes weights at the end of the update, and expects the shapes with which it has created them.
         restore_shapes(model)
@@ -87,6 +91,20 @@ def _write(model: Any, parameters: Mapping[str, Tensor], tensors: Mapping[str, T
             raise RuntimeError(f"the engine's model has no parameter {name}")
         else:
             internals.write(as_loaded(parameters[name]), tensor)
+
+
+def read(parameters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Copies parameters into tensors of the same names."""
+    for name, tensor in tensors.items():
+        # A cast would be believed to be the value that was sent.
+        if name not in parameters or parameters[name].dtype is not tensor.dtype:
+            raise RuntimeError(f"the engine's model has no parameter {name} in {tensor.dtype}")
+        tensor.copy_(as_loaded(parameters[name]))
+    # GPU: a wait before the rank reads the memory.
+    # GPU-TEST: none
+    # GPU-RAN: not yet
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
 
 
 def restore_shapes(model: Any) -> None:

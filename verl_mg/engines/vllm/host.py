@@ -124,6 +124,10 @@ class VLLMHost(EngineHost):
                 await self._call_engine(self._engine.reset_encoder_cache())  # features of the old vision tower
             await self._call_engine(self._engine.update_weight_version(str(version)))
 
+    async def read(self, payloads: Sequence[str], is_last: bool) -> None:
+        """Has each worker copy its parameters into its payload."""
+        await self._rpc("read_shards", list(payloads))
+
     async def load_adapters(self, payloads: Sequence[str], version: int, config: dict[str, Any]) -> None:
         """Has each worker register the adapters under a new id and name, of which nothing is cached yet."""
         from vllm.lora.request import LoRARequest

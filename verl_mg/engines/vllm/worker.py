@@ -59,15 +59,12 @@ class WorkerExtension:
     @torch.no_grad()
     def write_shards(self, payloads: Sequence[str], is_last: bool) -> None:
         """Copies this worker's payload into the parameters; at the end RuntimeError where one was not written."""
-        model = self.model_runner.model
-        # A loader may fill buffers too, and then the table has them.
-        parameters = _plain_names(chain(model.named_parameters(), model.named_buffers()))
+        parameters = self._loaded()
         places, memory = open_payload(payloads[self.rank], self.device)
         for name, tensor in named_views(places, memory):
-            staged = self._staged_experts.get(name)
-            if staged is None and name not in parameters:
+            if name not in parameters:
                 raise RuntimeError(f"the engine's model has no parameter {name}")
-            (parameters[name] if staged is None else staged.raw).copy_(tensor)
+            parameters[name].copy_(tensor)
             self._written.add(name)
         # GPU: a wait before the rank reuses the memory.
         # GPU-TEST: none
@@ -76,6 +73,29 @@ class WorkerExtension:
             torch.cuda.synchronize(self.device)  # the rank reuses the memory
         if is_last:
             self._finish()
+
+    @torch.no_grad()
+    def read_shards(self, payloads: Sequence[str]) -> None:
+        """Copies parameters into this worker's payload."""
+        parameters = self._loaded()
+        places, memory = open_payload(payloads[self.rank], self.device)
+        for name, tensor in named_views(places, memory):
+            # A cast would be believed to be the value that was sent.
+            if name not in parameters or parameters[name].dtype is not tensor.dtype:
+                raise RuntimeError(f"the engine's model has no parameter {name} in {tensor.dtype}")
+            tensor.copy_(parameters[name])
+        # GPU: a wait before the rank reads the memory.
+        # GPU-TEST: none
+        # GPU-RAN: not yet
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _loaded(self) -> dict[str, Tensor]:
+        """Returns what a table may name, in the order of the values in which it is loaded."""
+        model = self.model_runner.model
+        # A loader may fill buffers too, and then the table has them.
+        parameters = _plain_names(chain(model.named_parameters(), model.named_buffers()))
+        return parameters | {name: staged.raw for name, staged in self._staged_experts.items()}
 
     def _finish(self) -> None:
         model = self.model_runner.model
