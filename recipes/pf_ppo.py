@@ -112,18 +112,17 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     # Buffer: every rank keeps its rows of the newest groups.
     earlier = job.state.get("response_buffer")
     buffer = concat_rollouts([earlier, batch] if isinstance(earlier, Batch) else [batch])
-    samples = without_agent(job.all_gather_column(buffer.one_per_trajectory(), "group"))
-    oldest = oldest_of_newest(samples, cfg.buffer_samples)
+    groups = without_agent(job.all_gather_column(buffer.one_per_trajectory(), "group"))
+    oldest = oldest_of_newest(groups, cfg.buffer_samples)
     job.state["response_buffer"] = buffer = buffer.select(without_agent(buffer["group"]) >= oldest)
 
     # All ranks draw the same responses, and each repeats its rows as often as they were drawn.
-    generator = torch.Generator().manual_seed(job.config.job.seed + job.iteration)
     names = ("trajectory", "group", "reward")
     drawable, groups, rewards = (job.all_gather_column(buffer.one_per_trajectory(), name) for name in names)
     num_samples = int(job.all_reduce_sum(torch.tensor(len(batch.first_rows))))
     num_draws = num_samples * (cfg.draws_per_prompt or cfg.group_size) // cfg.group_size
     weights = resampling_weights(rewards, groups, cfg.resampling, cfg.power, cfg.filter_probability)
-    drawn = select(weights, num_draws, generator)
+    drawn = select(weights, num_draws, torch.Generator().manual_seed(job.config.job.seed + job.iteration))
     ids, order = drawable.sort()
     times = drawn.bincount(minlength=len(drawable))[order[torch.searchsorted(ids, buffer["trajectory"])]]
     batch = job.reassign_sample_ids(buffer.select(torch.arange(len(buffer)).repeat_interleave(times)))
@@ -132,9 +131,8 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     rewards, mask = token_rewards_with_kl(batch, cfg.kl)
     values, _ = batch.pad("values")
     advantages, _ = gae(rewards, values, mask, cfg.gamma, cfg.lam)
-    _, returns = gae(rewards, values, mask, cfg.gamma, cfg.critic_lam)
     batch["advantages"] = batch.unpad(whiten(advantages, mask, job.all_reduce_sum(moments(advantages, mask))))
-    batch["returns"] = batch.unpad(returns)
+    batch["returns"] = batch.unpad(gae(rewards, values, mask, cfg.gamma, cfg.critic_lam)[1])
 
     train_actor = job.iteration > cfg.critic_warmup
     steps: dict[str, Any] = {"num_minibatches": cfg.num_minibatches, "num_epochs": cfg.num_epochs}

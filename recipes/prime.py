@@ -99,8 +99,7 @@ def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
 
 def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     cfg = with_current_kl(cfg, job.state)
-    rounds: list[Batch] = []
-    groups = torch.empty(0)
+    rounds, groups = list[Batch](), torch.empty(0)
     while len(groups) < cfg.prompts_per_iteration and len(rounds) != cfg.max_sampling_rounds:
         prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
         batch = job.rollout.generate(prompts, num_samples=cfg.group_size)

@@ -217,13 +217,13 @@ def test_sample_texts_are_what_the_policy_wrote_with_the_opening_of_the_template
         for trained, start in ((True, 0), (True, len(context)), (False, 0))
     ]
     segments = [[], [*context, *tokens, *context]]
+    conversation = {"turns": turns, "segments": [{}, {}]}
     for prompt in prompts:
-        scored = texts.of_conversation(prompt, {"turns": turns}, segments.__getitem__, False)
+        scored = texts.of_conversation(prompt, conversation, segments.__getitem__, False)
         assert (scored.response, scored.num_tokens) == ("<think>b</think>!", 4)
-    assert (
-        texts.of_conversation(prompts[1], {"turns": turns[:1]}, lambda number: tokens, False).response == "b</think>!"
-    )
-    assert texts.of_conversation(prompts[1], {"turns": []}, segments.__getitem__, False).response == ""
+    short, empty = conversation | {"turns": turns[:1]}, conversation | {"turns": []}
+    assert texts.of_conversation(prompts[1], short, lambda number: tokens, False).response == "b</think>!"
+    assert texts.of_conversation(prompts[1], empty, segments.__getitem__, False).response == ""
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason=f"GSM8K is not at {GSM8K}")

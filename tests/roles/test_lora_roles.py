@@ -17,7 +17,7 @@ from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
 from tests.roles.updates import classifier, heads, own_rows, square_loss
 from verl_mg.batch import Batch
-from verl_mg.config import Config, LoraConfig, OptimizerConfig, load_config
+from verl_mg.config import Config, LoraConfig, OptimizerConfig, RecipeConfig, load_config
 from verl_mg.data import Prompt, PromptFeed, PromptSet
 from verl_mg.engines import Sampling
 from verl_mg.engines.hf.engine import HFEngine
@@ -285,6 +285,7 @@ def actor_and_reference(model: Path, reference: dict[str, str]) -> tuple[bool, l
         "data": {"train": model},
         "actor": {"layout": "tp2", "lora": LORA, "optimizer": OPTIMIZER, "tokens_per_micro_batch": 60},
         "reference": {"tokens_per_micro_batch": 60, **reference},
+        "algorithm": RecipeConfig(),
     })  # fmt: skip
     context = job_context()
     builder = ModelRoleBuilder(config, dist.get_world_size(), context)

@@ -46,7 +46,7 @@ class Service:
 
     async def score_many(self, samples: Sequence[Sample]) -> list[Reward]:
         """Returns one reward per sample; UserError where the service fails permanently or its response is malformed."""
-        response = await self._service.post({"samples": [vars(sample) for sample in samples]})
+        response = await self._service.post({"samples": [_fields(sample) for sample in samples]})
         rewards = response.get("rewards") if isinstance(response, dict) else None
         if not isinstance(rewards, list):
             raise self._malformed(response)
@@ -74,3 +74,8 @@ class Service:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _fields(sample: Sample) -> dict[str, Any]:
+    # Services that know no agents with names may refuse a field more.
+    return {name: value for name, value in vars(sample).items() if name != "replies" or value}

@@ -46,7 +46,8 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
         "load_format": "dummy",  # random weights, without a read of the directory
         "worker_extension_cls": WORKER_EXTENSION,
         "dtype": options.dtype_name,
-        "hf_overrides": field_overrides(config),
+        # Whatever config.json says of a quantization: weights arrive as training has them.
+        "hf_overrides": {"quantization_config": None} | field_overrides(config),
         "tensor_parallel_size": layout.tp,
         "pipeline_parallel_size": layout.pp,
         "enable_expert_parallel": layout.ep > 1,
@@ -79,11 +80,11 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
 
 def field_overrides(config: HFConfig) -> dict[str, Any]:
     """Returns the fields of config.json that vLLM is given in place of the model's."""
-    overrides: dict[str, Any] = {"quantization_config": None}  # weights arrive as training has them
-    if config.indexer:  # vLLM does not read `indexer_types`, and would build an indexer for layers that have none
-        kinds = ("F" if config.has_indexer(layer) else "S" for layer in range(config.layers))
-        overrides["index_topk_pattern"] = "".join(kinds)
-    return overrides
+    if not config.indexer:
+        return {}
+    # vLLM does not read `indexer_types`, and would build an indexer for layers that have none.
+    kinds = ("F" if config.has_indexer(layer) else "S" for layer in range(config.layers))
+    return {"index_topk_pattern": "".join(kinds)}
 
 
 def choices(arguments: Mapping[str, Any]) -> dict[str, str]:
