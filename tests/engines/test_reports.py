@@ -127,7 +127,10 @@ def test_read_keys_of_a_valid_report_has_the_bits_of_tokens_with_more_than_all(r
     ("change", "message"),
     [
         (None, "has no selected keys of its tokens"),
-        (lambda keys: keys[:3], r"has 12 numbers of keys, and 4 x 2 x 2 \(tokens, layers, keys\) were expected"),
+        (
+            lambda keys: keys[:3],
+            r"has 12 numbers of selected keys, and 4 x 2 x 2 \(tokens, layers, selected keys\) were",
+        ),
         (lambda keys: [*keys[:3], [[3, 4], [0, 1]]], "has the selected keys 0 to 4 of token 3"),
         (lambda keys: [*keys[:2], [[0, -1], [2, 1]], keys[3]], "has the selected keys -1 to 2 of token 2"),
         (lambda keys: [*keys[:3], [[3, 1], [1, 1]]], "has the same selected key more than once for token 3"),

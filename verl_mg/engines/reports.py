@@ -74,20 +74,15 @@ class ReportRules:
         """Returns the experts of the tokens that were fed, (num_fed, layers, top_k) int16, from base64 of int32."""
         if self.experts is None:
             return None
-        if text is None:
-            if is_complete and num_fed:
-                raise self._error(sample, "has no experts of its tokens", ROUTERS)
-            return None  # an engine may report none for a request that was aborted while it waited
-        shape = (num_fed, self.layers, self.experts.top_k)
-        flat = np.frombuffer(base64.b64decode(text), dtype=np.int32)
-        if flat.size != math.prod(shape):
-            expected = " x ".join(map(str, shape))
-            what = f"has {flat.size} numbers of experts, and {expected} (tokens, layers, experts) were expected"
-            raise self._error(sample, what, ROUTERS)
+        flat = self._of_fed_tokens(
+            sample, text, (num_fed, self.layers, self.experts.top_k), is_complete, "experts", ROUTERS
+        )
+        if flat is None:
+            return None
         if flat.size and not 0 <= int(flat.min()) <= int(flat.max()) < self.experts.count:
             what = f"has the experts {flat.min()} to {flat.max()}, and the model has {self.experts.count}"
             raise self._error(sample, f"{what}, counted from 0", OTHER_MODEL)
-        chosen = torch.from_numpy(flat.astype(np.int16)).view(shape)
+        chosen = torch.from_numpy(flat.astype(np.int16))
         if place := equal_experts(chosen, self.experts):
             token, layer, same = place
             what = f"has expert {same} more than once for token {token} in layer {layer}, and routers choose different"
@@ -98,20 +93,29 @@ class ReportRules:
         """Returns the keys that fed tokens attended to, from base64 of int32 (num_fed, layers, top_k)."""
         if self.indexer is None:
             return None
-        if text is None:
-            if is_complete and num_fed:
-                raise self._error(sample, "has no selected keys of its tokens", INDEXERS)
-            return None  # as with experts
-        shape = (num_fed, self.layers, self.indexer.top_k)
-        flat = np.frombuffer(base64.b64decode(text), dtype=np.int32)
-        if flat.size != math.prod(shape):
-            expected = " x ".join(map(str, shape))
-            what = f"has {flat.size} numbers of keys, and {expected} (tokens, layers, keys) were expected"
-            raise self._error(sample, what, INDEXERS)
+        flat = self._of_fed_tokens(
+            sample, text, (num_fed, self.layers, self.indexer.top_k), is_complete, "selected keys", INDEXERS
+        )
+        if flat is None:
+            return None
         try:
-            return SelectedKeys.of_ids(flat.reshape(shape), self.indexer.selecting)
+            return SelectedKeys.of_ids(flat, self.indexer.selecting)
         except ValueError as error:
             raise self._error(sample, f"has {error}", INDEXERS) from None
+
+    def _of_fed_tokens(
+        self, sample: int, text: str | None, shape: tuple[int, int, int], is_complete: bool, what: str, remedy: str
+    ) -> np.ndarray | None:
+        """Returns numbers of the tokens that were fed, from base64 of int32."""
+        if text is None:
+            if is_complete and shape[0]:
+                raise self._error(sample, f"has no {what} of its tokens", remedy)
+            return None  # an engine may report none for a request that was aborted while it waited
+        flat = np.frombuffer(base64.b64decode(text), dtype=np.int32)
+        if flat.size != math.prod(shape):
+            expected = f"{' x '.join(map(str, shape))} (tokens, layers, {what}) were expected"
+            raise self._error(sample, f"has {flat.size} numbers of {what}, and {expected}", remedy)
+        return flat.reshape(shape)
 
     def read_support(self, sample: int, wire: Wire | None, tokens: Sequence[int]) -> SampledSupport:
         """Returns the candidates of each token, which is one of them."""
