@@ -12,11 +12,15 @@ from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, tiny_model
 from tests.roles.updates import COUNT, OPTIMIZER, TEMPERATURE, check_weights, own_rows, rows, stepper
 from verl_mg.algorithms.divergence import Divergence
+from verl_mg.batch import Batch
+from verl_mg.errors import UserError
 from verl_mg.fsdp.mesh import MeshGroups
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.roles.models import Actor, Policy
+from verl_mg.roles.role import Batching
 from verl_mg.roles.teachers import Teachers
+from verl_mg.training.logprobs import TeacherDivergence, TokenOutputs
 
 STUDENT, TEACHERS = "qwen3", ("gemma2", "qwen2")
 """Gemma's logits are capped; Qwen2 is tied, and wider than it here."""
@@ -134,3 +138,13 @@ def test_updates_by_divergences_from_two_teachers_equal_whole_logits(
         assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=3e-5) and norm > 0.01
     before = oracle(models[STUDENT]).state_dict()
     check_weights(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), weights, before)
+
+
+@pytest.mark.parametrize("layers", [None, []])
+def test_update_by_a_divergence_in_a_batch_with_likeliest_tokens_of_the_engine_is_refused(layers):
+    batch = Batch.from_rows([(5, 6)])
+    batch["sampler_top"] = torch.zeros(2, 2, 3)
+    outputs = TokenOutputs(teacher=TeacherDivergence(Divergence(), layers))
+    assert Batching(1.0, 60).with_likeliest(outputs, batch) == outputs
+    with pytest.raises(UserError, match=r"^algorithm\.off_policy\.score_centering: an update by the divergence"):
+        Batching(1.0, 60, likeliest="sampler_top").with_likeliest(outputs, batch)

@@ -14,6 +14,7 @@ from torch import Tensor
 from verl_mg.batch import SELECTED_KEYS, SELECTION_SIZES, SUPPORT_IDS, SUPPORT_SIZES, Batch, ColumnKind
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.distributed.collectives import all_gather_bytes
+from verl_mg.errors import UserError
 from verl_mg.layout import Stage
 from verl_mg.layout.packing import MicroBatchPlan, plan_by_length, plan_evenly
 from verl_mg.layout.shared_prefixes import PrefixLinks, Shared, SharingRows, Unit, join_groups
@@ -107,6 +108,11 @@ class Batching:
     def with_likeliest(self, outputs: TokenOutputs, batch: Batch) -> TokenOutputs:
         """Returns outputs with the log-probs of likeliest tokens: of the teacher to compare with, or of the sampler."""
         teacher = outputs.teacher
+        if teacher is not None and self.likeliest in batch:
+            raise UserError(
+                "algorithm.off_policy.score_centering: an update by the divergence from a teacher scores no tokens "
+                "that the engine found likely. Leave one of the two out."
+            )
         name = TEACHER_TOP if teacher is not None and teacher.layers is None else self.likeliest
         if name is None or name not in batch:
             return outputs
