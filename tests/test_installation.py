@@ -196,6 +196,12 @@ def test_wheel_has_the_recipes_their_configurations_and_the_page(wheel):
     assert {name.split("/")[0] for name in packed} == {"verl_mg"}
 
 
+def test_checkout_has_no_link_out_of_it():
+    listed = subprocess.run(["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True).stdout
+    links = [line.partition("\t")[2] for line in listed.splitlines() if line.startswith("120000")]
+    assert not [link for link in links if not (ROOT / link).resolve().is_relative_to(ROOT)]
+
+
 NAMES = """
 import site, sys
 site.addsitedir(sys.argv[1])
