@@ -66,7 +66,7 @@ class ObjectFolder(StoredFolder):
         try:
             content: dict[str, Any] = json.loads(self._bucket.read(f"{self.name}/{MANIFEST}"))
             manifest = {name: StoredFile(str(sha256), int(size)) for name, (sha256, size) in content.items()}
-        except (ValueError, TypeError, AttributeError, FileNotFoundError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError, FileNotFoundError) as error:
             raise self._error(MANIFEST, f"not a manifest ({error})") from None
         _check_sizes(self._bucket, self.name, manifest)
         return manifest
