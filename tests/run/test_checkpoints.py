@@ -230,6 +230,16 @@ def test_resume_with_other_draws_generates_the_samples_of_the_checkpoint_again(r
         assert (metrics_of(output)[1]["mismatch/max_abs"] < 1e-5) == bool(keys)
 
 
+def test_resume_of_a_recipe_that_keeps_samples_with_other_draws_is_refused(ranks, inputs, tmp_path):
+    overrides = [f"model.path={inputs / 'model'}", "checkpoint.every=1"]
+    ranks.run(1, resumable_job, "pf_ppo", inputs, tmp_path / "run", 1, overrides)
+    wrong = (
+        r"UserError: rollout.top_k, algorithm.support: the checkpoint has samples .* \(response_buffer\)\. Write what"
+    )
+    with pytest.raises(RankError, match=wrong):
+        ranks.run(1, resumable_job, "pf_ppo", inputs, tmp_path / "run", 2, [*overrides, "rollout.top_k=5"])
+
+
 def test_resume_opens_only_files_with_needed_boxes(ranks, inputs, tmp_path):
     settings = ["algorithm.prompts_per_iteration=2", "checkpoint.every=1"]
     written = [*settings, "actor.layout=pp2"]  # two data-parallel ranks: 0 and 1 on the first stage

@@ -79,6 +79,10 @@ class RolloutState(StoredRecord):
     drawn: dict[str, Any] = Field(default_factory=dict)
     """How the samples were drawn, see `how_drawn`; {} where it is not known."""
 
+    def changed(self, drawn: Mapping[str, Any]) -> list[str]:
+        """Returns the keys of a job that draws samples in another way; `drawn` is its `how_drawn`."""
+        return [key for key, value in self.drawn.items() if value != drawn.get(key, value)]
+
     @model_validator(mode="after")
     def _check_ids(self) -> Self:
         end = 0

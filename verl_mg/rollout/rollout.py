@@ -90,6 +90,7 @@ class RolloutSource(ABC):
 
     is_replay = False
     """Whether the samples were recorded in an earlier run: then there are no engines and no evaluation."""
+    drawn: Mapping[str, Any] = {}  # how samples are drawn, see `how_drawn`
 
     def __init__(self, records: list[RolloutRecord]) -> None:
         self.records = records
@@ -233,7 +234,7 @@ class Rollout(RolloutSource):
         self._engines, self._setup = engines, setup
         self._sampling, self._context, self._feed = setup.sampling, setup.context, setup.prompts
         self._reward, self._store = setup.reward, PrefixStore("rollout", setup.context.store)
-        self._drawn = how_drawn(setup.sampling, setup.columns.agent_names)
+        self.drawn = how_drawn(setup.sampling, setup.columns.agent_names)
         self._num_calls = 0
         self._groups = GroupBuffer()
         self._ahead: list[int] = []
@@ -410,12 +411,12 @@ class Rollout(RolloutSource):
             prefetched=self._ahead,
             prefetched_samples=self._num_samples_ahead if self._ahead else 0,
             versions=list(versions),
-            drawn=self._drawn,
+            drawn=self.drawn,
         )
 
     def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
         """Implements `RolloutSource.load`; samples that this job would draw in another way are generated again."""
-        if changed := [key for key, value in state.drawn.items() if value != self._drawn.get(key)]:
+        if changed := state.changed(self.drawn):
             if dist.get_rank() == 0:
                 log.warning("samples of the checkpoint are generated again, for another %s", ", ".join(changed))
             if local.ready is not None:  # their prompts are not drawn yet
