@@ -103,6 +103,13 @@ def test_manifest_that_is_none_is_an_error_of_one_line(bucket, tmp_path, content
     assert str(caught.value).startswith(f"{bucket.url}/000001/{MANIFEST}: not a manifest (")
 
 
+def test_folder_that_is_written_again_is_read_again(bucket, tmp_path):
+    folders = ObjectFolders(bucket, tmp_path)
+    for content in (b"first", b"second"):
+        folders.commit("000001", {"a": folders.write("000001", "a", [content])})
+        assert folders.open("000001").file("a").read_bytes() == content
+
+
 def test_store_without_its_package_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(UserError, match=r"^job.output=s3://runs/a: S3 needs the package s3fs \(.*\)\. Install verl-mg"):

@@ -113,6 +113,7 @@ class ObjectFolders(Folders):
         named = {**files, SUMS: self.write(folder, SUMS, [sums_of(files)])}
         others = _check_sizes(self._bucket, folder, named) - {MANIFEST}
         self._bucket.remove(f"{folder}/{name}" for name in sorted(others))
+        self.open(folder).forget()  # what was read of one of the same name
         self.write(folder, MANIFEST, [json.dumps(named, indent=1).encode()])
 
     def remove(self, folder: str) -> None:
