@@ -262,6 +262,26 @@ def test_rollout_of_agents_resumes_with_ready_rows_that_keep_rewards_and_convers
     assert sum(len(before["sample_id"]) for before, _ in results) > 2 * GROUP
 
 
+def resume_for_others(model: Path) -> list[int]:
+    """Rows that were ready for agents with names, in a job that has none: prompts of the next call."""
+    rollout, _, feed = make_rollout(model, False, "job", prefetch=True, agents=AGENTS)
+    rollout.start_iteration(1, is_last=False)
+    rollout.generate(feed.next_batch(2), GROUP)
+    rollout.generate_greedy(feed.peek(1))
+    again, role, other_feed = make_rollout(model, False, "resumed", prefetch=True)
+    other_feed.load_state(feed.state())
+    again.load(rollout.state(), rollout.local_state(), other_feed.by_id)
+    again.start_iteration(2, is_last=True)
+    batch = again.generate(other_feed.next_batch(2), GROUP)
+    assert "agent" not in batch and len(role.wait(batch)) == len(batch)
+    return [*batch["prompt_id"].unique().tolist(), *[prompt.id for prompt in feed.peek(2)]]
+
+
+def test_rollout_that_resumes_with_other_agents_generates_ready_rows_again(ranks, models):
+    ids = ranks.run(2, resume_for_others, models["qwen3"])
+    assert {i for of_rank in ids for i in of_rank[:-2]} == set(ids[0][-2:])
+
+
 def resume_waiting(model: Path, agents: Sequence[str]) -> tuple[dict[str, object], dict[str, object], list[int]]:
     """The rows of a call whose samples waited for it, and the same after their way through a checkpoint."""
     parts, waiting = [], []

@@ -208,6 +208,38 @@ def test_resume_with_another_optimizer_names_what_is_missing(ranks, inputs, befo
         ranks.run(4, resumable_job, "ppo", inputs, tmp_path / "run", 2, overrides)
 
 
+def test_resume_with_other_draws_generates_the_samples_of_the_checkpoint_again(ranks, inputs, tmp_path):
+    # Of 24 samples that are needed 7 are generated at a time: four more are complete at the checkpoint.
+    drawn = [*BUSY[:2], "rollout.max_running_requests=7", "algorithm.group_size=4", "rollout.temperature=2"]
+    overrides = [f"model.path={inputs / 'model'}", *drawn, "checkpoint.every=1", "rollout.top_p=0.9"]
+    centered = "algorithm.off_policy.score_centering="
+    ranks.run(1, resumable_job, "grpo", inputs, tmp_path / "run", 1, [*overrides, f"{centered}4"])
+    for number, (changed, keys) in enumerate(
+        (
+            ([f"{centered}4"], ""),
+            ([f"{centered}2"], "algorithm.off_policy.score_centering"),
+            (["algorithm.support=full"], "algorithm.support, algorithm.off_policy.score_centering"),
+            ([f"{centered}4", "rollout.temperature=1"], "rollout.temperature"),
+        )
+    ):
+        output = tmp_path / str(number)
+        shutil.copytree(tmp_path / "run", output)
+        (messages,) = ranks.run(1, resumable_job, "grpo", inputs, output, 2, [*overrides, *changed])
+        assert (f"samples of the checkpoint are generated again, for another {keys}\n" in messages) == bool(keys)
+        # Other samples are of the weights of the first iteration.
+        assert (metrics_of(output)[1]["mismatch/max_abs"] < 1e-5) == bool(keys)
+
+
+def test_resume_of_a_recipe_that_keeps_samples_with_other_draws_is_refused(ranks, inputs, tmp_path):
+    overrides = [f"model.path={inputs / 'model'}", "checkpoint.every=1"]
+    ranks.run(1, resumable_job, "pf_ppo", inputs, tmp_path / "run", 1, overrides)
+    wrong = (
+        r"UserError: rollout.top_k, algorithm.support: the checkpoint has samples .* \(response_buffer\)\. Write what"
+    )
+    with pytest.raises(RankError, match=wrong):
+        ranks.run(1, resumable_job, "pf_ppo", inputs, tmp_path / "run", 2, [*overrides, "rollout.top_k=5"])
+
+
 def test_resume_opens_only_files_with_needed_boxes(ranks, inputs, tmp_path):
     settings = ["algorithm.prompts_per_iteration=2", "checkpoint.every=1"]
     written = [*settings, "actor.layout=pp2"]  # two data-parallel ranks: 0 and 1 on the first stage

@@ -180,6 +180,23 @@ def test_replay_of_an_unusable_run_raises(ranks, inputs, first, tmp_path):
     assert "rank-1.parquet: not a readable Parquet file" in refused("grpo", of=f"{torn}@1")
 
 
+def test_replay_without_what_is_trained_on_is_refused(ranks, inputs, first, tmp_path):
+    def refused(override: str, of: Path) -> str:
+        again = (inputs, tmp_path / "again", [override], RunMode(replayed=f"{of}@1"))
+        return str(*set(ranks.run(2, refusal, job, "grpo", *again)))
+
+    centering = "algorithm.off_policy.score_centering"
+    centered = tmp_path / "centered"
+    ranks.run(2, job, "grpo", inputs, centered, [f"{centering}=3", "job.iterations=1"])
+    assert refused(f"{centering}=4", first) == (
+        f"{centering}=4: --replay {first}@1 has 0 likeliest tokens for each token. Leave it out."
+    )
+    assert refused(f"{centering}=4", centered).endswith("has 3 likeliest tokens for each token. Write 3.")
+    assert refused("rollout.top_p=0.9", first) == (
+        f"algorithm.support=sampled: --replay {first}@1 has no candidates of its tokens. Write algorithm.support=full."
+    )
+
+
 def test_replay_of_too_few_batches_raises(ranks, inputs, tmp_path):
     ranks.run(1, job, "dapo", inputs, tmp_path / "run", ["algorithm.max_sampling_rounds=1", "job.iterations=1"])
     mode = RunMode(replayed=f"{tmp_path / 'run'}@1")

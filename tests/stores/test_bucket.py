@@ -1,6 +1,7 @@
 """Objects on an S3 server: parts, ranges, lost connections, and what cannot be repeated."""
 
 import hashlib
+import json
 import sys
 import threading
 
@@ -12,6 +13,8 @@ from tests.helpers.waiting import wait_until
 from verl_mg.errors import UserError
 from verl_mg.stores.bucket import Bucket, StoreError
 from verl_mg.stores.folders import StoredFile
+from verl_mg.stores.objects import MANIFEST, ObjectFolders
+from verl_mg.stores.records import run_folders
 from verl_mg.stores.url import ObjectUrl
 
 MIB = 2**20
@@ -65,6 +68,46 @@ def test_lost_store_and_unknown_bucket_are_errors_of_one_line(bucket, monkeypatc
         monkeypatch.delenv(name)
     with pytest.raises(StoreError, match=rf"^{bucket.url}/a: NoCredentialsError: Unable to locate credentials$"):
         Bucket(bucket.url).put("a", [b"b"])
+
+
+def test_objects_that_a_store_does_not_remove_are_an_error(bucket):
+    bucket.put("kept", [b"a"])
+    bucket.put("other", [b"b"])
+    denied = {"Effect": "Deny", "Principal": "*", "Action": "s3:DeleteObject", "Resource": f"arn:aws:s3:::{BUCKET}/*"}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [denied]})
+    bucket._system.call_s3("put_bucket_policy", Bucket=BUCKET, Policy=policy)
+    try:
+        with pytest.raises(StoreError, match=rf"^{bucket.url}/kept: not removed \(Access Denied\)$"):
+            bucket.remove(["kept", "other"])
+    finally:
+        bucket._system.call_s3("delete_bucket_policy", Bucket=BUCKET)
+    bucket.remove(["kept", "other"])
+    assert bucket.sizes() == {}
+
+
+def test_records_are_fetched_without_names_that_are_no_files_of_the_folder(bucket, tmp_path):
+    outside = tmp_path / "outside"
+    # The first two are what the console of S3 makes of folders.
+    for name in ("", "samples/", "samples/../../../outside", str(outside), "metrics.jsonl"):
+        bucket.put(name, [b"{}\n" if name == "metrics.jsonl" else b""])
+    with run_folders([str(bucket.url)]) as (folder,):
+        assert [path.name for path in folder.rglob("*")] == ["metrics.jsonl"]
+        assert not (folder.parent.parent / "outside").exists() and not outside.exists()
+
+
+@pytest.mark.parametrize("content", [b"[]", b"null", b"\xff", b'{"a": 3}', b'{"a": ["b", Infinity]}'])
+def test_manifest_that_is_none_is_an_error_of_one_line(bucket, tmp_path, content):
+    bucket.put(f"000001/{MANIFEST}", [content])
+    with pytest.raises(StoreError) as caught:
+        ObjectFolders(bucket, tmp_path).open("000001").file("a")
+    assert str(caught.value).startswith(f"{bucket.url}/000001/{MANIFEST}: not a manifest (")
+
+
+def test_folder_that_is_written_again_is_read_again(bucket, tmp_path):
+    folders = ObjectFolders(bucket, tmp_path)
+    for content in (b"first", b"second"):
+        folders.commit("000001", {"a": folders.write("000001", "a", [content])})
+        assert folders.open("000001").file("a").read_bytes() == content
 
 
 def test_store_without_its_package_raises(monkeypatch):

@@ -175,7 +175,7 @@ class AgentEngine(EngineWrapper):
     async def _generate(self, session: OpenSession, context: Context, sampling: Sampling) -> Sample:
         """Returns the reply of the engine; called in the server's thread."""
         # Of each agent: when several act at the same time, their requests arrive in any order.
-        number = f"{context.agent}{next(session.seeds[context.agent])}"
+        number = f"{context.agent} {next(session.seeds[context.agent])}".strip()
         seed = hashlib.blake2b(f"{session.request.seed}:{number}".encode(), digest_size=8).digest()
         request = Request(next(self._numbers), context.tokens, int.from_bytes(seed) >> 1, images=context.images)
         turn = _Turn(session.request.id, request, sampling)

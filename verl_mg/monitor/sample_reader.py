@@ -51,6 +51,10 @@ class SampleReader:
             if files[0].model != model:
                 raise UserError(f"{self._folder}: recorded with another model. Write the run's model into model.path.")
 
+    def columns(self, iteration: int) -> list[Columns]:
+        """Returns the columns of each batch of an iteration."""
+        return _columns(self._metadata_of_ranks(iteration))
+
     def batches(self, iteration: int) -> list[GeneratedRows]:
         """Returns this rank's rows of each batch of an iteration.
 
@@ -58,9 +62,8 @@ class SampleReader:
         each rank has consecutive ones, in the order of their sample ids.
         """
         files = self._metadata_of_ranks(iteration)
-        calls = range(max(len(file.calls) for file in files))
-        # A rank without rows may not know the kinds of the columns.
-        columns = [max((file.calls[call] for file in files), key=_num_known) for call in calls]
+        columns = _columns(files)
+        calls = range(len(columns))
         if len(files) == dist.get_world_size():
             table = self._table(iteration, dist.get_rank())
             return [self._to_rows(_of_call(table, call), columns[call]) for call in calls]
@@ -150,6 +153,12 @@ class SampleReader:
 
 def _unreadable(path: Path, error: Exception) -> UserError:
     return UserError(f"{path}: not a readable Parquet file ({str(error).splitlines()[0]}). Record the run again.")
+
+
+def _columns(files: Sequence[FileMetadata]) -> list[Columns]:
+    # A rank without rows may not know the kinds of the columns.
+    calls = range(max(len(file.calls) for file in files))
+    return [max((file.calls[call] for file in files), key=_num_known) for call in calls]
 
 
 def _num_known(columns: Columns) -> int:

@@ -33,8 +33,8 @@ from verl_mg.roles.models import Actor
 from verl_mg.roles.reward import RewardRole, scoring_reward
 from verl_mg.rollout.engine_group import InFlightEngineGroup
 from verl_mg.rollout.groups import Group, GroupState, RolloutState, StalenessBound
-from verl_mg.rollout.rollout import LocalRolloutState, Rollout, RolloutSetup, filter_metrics
-from verl_mg.rollout.work_queue import GroupFilter, WorkQueue, keeps
+from verl_mg.rollout.rollout import LocalRolloutState, Rollout, RolloutSetup
+from verl_mg.rollout.work_queue import GroupFilter, WorkQueue, filter_metrics, keeps
 
 
 class AsyncRollout(Rollout):
@@ -121,9 +121,9 @@ class AsyncRollout(Rollout):
         """Returns what all ranks know of the samples at the last `local_state`."""
         return self._state(versions=self._bound.recent)
 
-    def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
+    def _load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
         """Resumes from a checkpoint; unfinished samples continue from the first update on, others are scored again."""
-        super().load(state, local, prompt_of)
+        super()._load(state, local, prompt_of)
         self._bound.recent = list(state.versions)
         queued = [group for group in self._groups.training if group.num_missing]
         # Groups that were complete in the checkpoint are missing in the queue's count of complete groups.

@@ -22,16 +22,17 @@ Nothing here communicates or generates. Groups are the same on every rank, sampl
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
 from verl_mg.config import Count
 from verl_mg.data.prompts import Prompt
-from verl_mg.engines.engine import Sample
+from verl_mg.engines.engine import Sample, Sampling
 from verl_mg.engines.trajectory import MAX_SAMPLES
 from verl_mg.jsonl import StoredRecord
 
@@ -75,6 +76,12 @@ class RolloutState(StoredRecord):
     prefetched_samples: Count  # samples of each prefetched prompt; 0 where none was prefetched
     versions: list[int] = Field(default_factory=list)
     """Newest policy versions of the engines, in order; for asynchronous rollouts."""
+    drawn: dict[str, Any] = Field(default_factory=dict)
+    """How the samples were drawn, see `how_drawn`; {} where it is not known."""
+
+    def changed(self, drawn: Mapping[str, Any]) -> list[str]:
+        """Returns the keys of a job that draws samples in another way; `drawn` is its `how_drawn`."""
+        return [key for key, value in self.drawn.items() if value != drawn.get(key, value)]
 
     @model_validator(mode="after")
     def _check_ids(self) -> Self:
@@ -86,6 +93,19 @@ class RolloutState(StoredRecord):
         if end > self.next_id:
             raise ValueError(f"next_id is {self.next_id}, but sample {end - 1} exists")
         return self
+
+
+def how_drawn(sampling: Sampling, agent_names: Sequence[str]) -> dict[str, Any]:
+    """Returns by configuration key what log-probs and columns of samples depend on; samples of others do not fit."""
+    return {
+        "rollout.temperature": sampling.temperature,
+        "rollout.top_p": sampling.top_p,
+        "rollout.top_k": sampling.top_k,
+        "rollout.min_p": sampling.min_p,
+        "algorithm.support": sampling.reports_support,
+        "algorithm.off_policy.score_centering": sampling.top_logprobs,
+        "rollout.agent_names": list(agent_names),
+    }
 
 
 @dataclass(eq=False)
@@ -215,6 +235,12 @@ class GroupBuffer:
 def sample_number(sample: int) -> int:
     """Returns the id that rows and seeds have: of evaluations the id without `FIRST_EVALUATION_ID`."""
     return sample % FIRST_EVALUATION_ID
+
+
+def sample_seed(seed: int, sample_id: int) -> int:
+    """Returns the seed of a sample, a hash of the job's seed and the sample id: it does not depend on the ranks."""
+    digest = hashlib.blake2b(f"{seed}:{sample_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1  # 63 bits, which fit a signed integer
 
 
 def first_complete(

@@ -23,8 +23,8 @@ While a rank waits, it transfers weights to engines that were restarted: all ran
 
 from __future__ import annotations
 
-import hashlib
 import json
+import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -48,7 +48,16 @@ from verl_mg.roles.models import Actor
 from verl_mg.roles.reward import NOT_SCORED, RewardRole
 from verl_mg.rollout.engine_group import EngineGroup, InFlightEngineGroup
 from verl_mg.rollout.engine_worker import EngineWorker
-from verl_mg.rollout.groups import Group, GroupBuffer, GroupState, RolloutState, first_complete, sample_number
+from verl_mg.rollout.groups import (
+    Group,
+    GroupBuffer,
+    GroupState,
+    RolloutState,
+    first_complete,
+    how_drawn,
+    sample_number,
+    sample_seed,
+)
 from verl_mg.rollout.work_queue import GroupFilter, ScoreFilter, WorkQueue
 from verl_mg.rows.dispatch import gather_rows
 from verl_mg.rows.plan import RowIndexer
@@ -61,6 +70,8 @@ from verl_mg.rows.samples import (
     exchange_conversations,
     samples_to_batch,
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,7 @@ class RolloutSource(ABC):
 
     is_replay = False
     """Whether the samples were recorded in an earlier run: then there are no engines and no evaluation."""
+    drawn: Mapping[str, Any] = {}  # how samples are drawn, see `how_drawn`
 
     def __init__(self, records: list[RolloutRecord]) -> None:
         self.records = records
@@ -222,6 +234,7 @@ class Rollout(RolloutSource):
         self._engines, self._setup = engines, setup
         self._sampling, self._context, self._feed = setup.sampling, setup.context, setup.prompts
         self._reward, self._store = setup.reward, PrefixStore("rollout", setup.context.store)
+        self.drawn = how_drawn(setup.sampling, setup.columns.agent_names)
         self._num_calls = 0
         self._groups = GroupBuffer()
         self._ahead: list[int] = []
@@ -398,9 +411,20 @@ class Rollout(RolloutSource):
             prefetched=self._ahead,
             prefetched_samples=self._num_samples_ahead if self._ahead else 0,
             versions=list(versions),
+            drawn=self.drawn,
         )
 
     def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
+        """Implements `RolloutSource.load`; samples that this job would draw in another way are generated again."""
+        if changed := state.changed(self.drawn):
+            if dist.get_rank() == 0:
+                log.warning("samples of the checkpoint are generated again, for another %s", ", ".join(changed))
+            if local.ready is not None:  # their prompts are not drawn yet
+                state = state.model_copy(update={"prefetched": [], "prefetched_samples": 0})
+            local = LocalRolloutState()
+        self._load(state, local, prompt_of)
+
+    def _load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
         """Restores the groups of a checkpoint; complete samples are scored again."""
         # Only a rank with an engine can continue samples; a resumed job may have engines on other ranks.
         partial = local.partial if self._engines.engine is not None else {}
@@ -474,15 +498,3 @@ def put_origin(batch: Batch, score_ids: Sequence[int] | None) -> None:
     batch.put("generated_by", torch.full((len(batch),), dist.get_rank(), dtype=torch.int64), ColumnKind.SEQUENCE)
     if score_ids is not None:
         batch.put("score_id", torch.tensor(score_ids, dtype=torch.int64), ColumnKind.SEQUENCE)
-
-
-def sample_seed(seed: int, sample_id: int) -> int:
-    """Returns the seed of a sample, a hash of the job's seed and the sample id: it does not depend on the ranks."""
-    digest = hashlib.blake2b(f"{seed}:{sample_id}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1  # 63 bits, which fit a signed integer
-
-
-def filter_metrics(num_rejected: int, scores: Sequence[float]) -> dict[str, float]:
-    """Returns the metrics of a call that filters groups, from the scores of all kept or rejected samples."""
-    mean = sum(scores) / len(scores) if scores else float("nan")
-    return {"rollout/rejected_groups": float(num_rejected), "rollout/reward_before_filter": mean}

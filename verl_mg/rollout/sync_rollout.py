@@ -32,8 +32,8 @@ from verl_mg.roles.models import Actor
 from verl_mg.roles.reward import scoring_reward
 from verl_mg.rollout.engine_group import EngineGroup
 from verl_mg.rollout.groups import GroupState, RolloutState
-from verl_mg.rollout.rollout import Call, LocalRolloutState, Rollout, RolloutSetup, filter_metrics, put_origin
-from verl_mg.rollout.work_queue import GroupFilter, ScoreFilter
+from verl_mg.rollout.rollout import Call, LocalRolloutState, Rollout, RolloutSetup, put_origin
+from verl_mg.rollout.work_queue import GroupFilter, ScoreFilter, filter_metrics
 from verl_mg.rows.samples import GeneratedRows
 
 
@@ -141,9 +141,9 @@ class SyncRollout(Rollout):
             completed = {i: sample for i, sample in self._groups.completed.items() if i in done}
             return LocalRolloutState(completed, dict(self._groups.partial), self._ready)
 
-    def load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
+    def _load(self, state: RolloutState, local: LocalRolloutState, prompt_of: Callable[[int], Prompt]) -> None:
         """Resumes from a checkpoint; samples that were in flight are generated again, complete ones scored again."""
-        super().load(state, local, prompt_of)
+        super()._load(state, local, prompt_of)
         self._num_resumed_groups = state.in_flight
         if local.ready is not None:
             # A copy: the rows get new columns.

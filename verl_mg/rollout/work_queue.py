@@ -61,6 +61,12 @@ def keeps(keep: GroupFilter, scores: Sequence[Mapping[str, float]]) -> bool:
     return any(keep(of_agent) for of_agent in by_agent.values())
 
 
+def filter_metrics(num_rejected: int, scores: Sequence[float]) -> dict[str, float]:
+    """Returns the metrics of a call that filters groups, from the scores of all kept or rejected samples."""
+    mean = sum(scores) / len(scores) if scores else float("nan")
+    return {"rollout/rejected_groups": float(num_rejected), "rollout/reward_before_filter": mean}
+
+
 @dataclass(frozen=True)
 class StaticShare:
     """Fixed, contiguous share of all groups: of three groups, the first of two engines starts one, the second two."""

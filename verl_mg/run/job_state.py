@@ -274,6 +274,12 @@ def _restore_local(job: RunningJob, stored: ShardedReader, state: JobState) -> N
     batches = {name: load_batch(name) for name in state.batches}
     job.state = {**state.numbers, **{n.removeprefix(STATE): b for n, b in batches.items() if n != READY}}
     if state.rollout and "rollout" in job.requested:
+        kept = [n for n, b in job.state.items() if isinstance(b, Batch) and "rollout_logprobs" in b]
+        if kept and (changed := state.rollout.changed(job.rollout.drawn)):
+            raise UserError(
+                f"{', '.join(changed)}: the checkpoint has samples that were drawn in another way ({kept[0]}). Write "
+                "what the run had before, or choose another job.output."
+            )
         vocab_size = read_any_config(job.config.model.path).vocab
         completed: dict[int, Sample] = {}
         partial: dict[int, Sample] = {}

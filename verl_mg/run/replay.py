@@ -12,19 +12,19 @@ can be looked for again and again, without engines and on other ranks too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 
-from verl_mg.batch import Batch
+from verl_mg.batch import SUPPORT_IDS, Batch
 from verl_mg.config import Config
 from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import broadcast_json
 from verl_mg.errors import UserError
 from verl_mg.monitor.sample_reader import SampleReader
-from verl_mg.monitor.sample_schema import fingerprint
+from verl_mg.monitor.sample_schema import ColumnSchema, fingerprint
 from verl_mg.roles.models import Actor
 from verl_mg.rollout.rollout import RolloutSource
 from verl_mg.rollout.work_queue import GroupFilter
@@ -33,6 +33,7 @@ from verl_mg.run.checkpointer import newest_intact
 from verl_mg.stores.folders import LocalFolders, StoredFolder
 from verl_mg.stores.records import CHECKPOINTS
 from verl_mg.stores.url import require_local
+from verl_mg.training.microbatch import SAMPLER_TOP
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Replay:
     def open(cls, text: str, config: Config, recipe: str) -> Replay:
         """Returns the replay of RUN@ITERATION; all ranks call it together.
 
-        UserError where samples are missing, were recorded by another recipe or model, or `job.output` contains a run.
+        UserError where samples are missing, were recorded by another recipe or model, have not what the configuration
+        trains on, or `job.output` contains a run.
         """
         folder, _, number = text.rpartition("@")
         if not folder or not number.isdecimal() or not int(number):
@@ -61,7 +63,25 @@ class Replay:
         first = int(checkpoint.name) + 1 if checkpoint else 1
         model = broadcast_json(fingerprint(config.model.path) if dist.get_rank() == 0 else None)
         recording.check(range(first, last + 1), recipe, model)
+        for iteration in range(first, last + 1):
+            for columns in recording.columns(iteration)[:1]:  # those of others may not be trained
+                _check_columns(columns, config, text)
         return cls(recording, checkpoint, last)
+
+
+def _check_columns(columns: Mapping[str, ColumnSchema], config: Config, text: str) -> None:
+    if k := config.sampler_top:
+        recorded = columns[SAMPLER_TOP].rest[-1] if SAMPLER_TOP in columns else 0
+        if recorded != k:
+            raise UserError(
+                f"algorithm.off_policy.score_centering={k}: --replay {text} has {recorded} likeliest tokens for each "
+                f"token. {f'Write {recorded}' if recorded else 'Leave it out'}."
+            )
+    if config.rollout.limits_draws and config.algorithm.support != "full" and SUPPORT_IDS not in columns:
+        raise UserError(
+            f"algorithm.support={config.algorithm.support}: --replay {text} has no candidates of its tokens. Write "
+            "algorithm.support=full."
+        )
 
 
 class ReplayRollout(RolloutSource):

@@ -145,7 +145,10 @@ class Bucket:
         """Removes objects; those that are absent already are no error."""
         for group in _groups(names, DELETED_AT_ONCE):
             deleted = {"Objects": [{"Key": self._key_of(name)} for name in group], "Quiet": True}
-            self._call(group[0], "delete_objects", Delete=deleted)
+            # The request succeeds whatever becomes of its objects.
+            for refused in self._call(group[0], "delete_objects", Delete=deleted).get("Errors", ()):
+                place, reason = f"{self.url}/{self._name_of(refused['Key'])}", refused.get("Message") or refused["Code"]
+                raise StoreError(place, f"not removed ({reason})")
 
     def abort_uploads(self) -> None:
         """Discards the parts of objects that a killed job has left: a store bills them."""

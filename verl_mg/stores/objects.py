@@ -66,7 +66,7 @@ class ObjectFolder(StoredFolder):
         try:
             content: dict[str, Any] = json.loads(self._bucket.read(f"{self.name}/{MANIFEST}"))
             manifest = {name: StoredFile(str(sha256), int(size)) for name, (sha256, size) in content.items()}
-        except (ValueError, TypeError, AttributeError, FileNotFoundError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError, FileNotFoundError) as error:
             raise self._error(MANIFEST, f"not a manifest ({error})") from None
         _check_sizes(self._bucket, self.name, manifest)
         return manifest
@@ -113,6 +113,7 @@ class ObjectFolders(Folders):
         named = {**files, SUMS: self.write(folder, SUMS, [sums_of(files)])}
         others = _check_sizes(self._bucket, folder, named) - {MANIFEST}
         self._bucket.remove(f"{folder}/{name}" for name in sorted(others))
+        self.open(folder).forget()  # what was read of one of the same name
         self.write(folder, MANIFEST, [json.dumps(named, indent=1).encode()])
 
     def remove(self, folder: str) -> None:

@@ -187,7 +187,7 @@ def test_maxrl_in_expectation_is_the_gradient_of_the_truncated_logarithm(count):
 
 def best_of_subsets(scores: list[float], k: int) -> list[float]:
     """GRPO's advantage of each subset of k tries, whose reward is the best of them, averaged over those of a try."""
-    subsets = list(itertools.combinations(range(len(scores)), k))
+    subsets = list(itertools.combinations(range(len(scores)), min(k, len(scores))))
     rewards = [max(scores[i] for i in subset) for subset in subsets]
     mean, deviation = statistics.fmean(rewards), statistics.pstdev(rewards) + 1e-6
     relative = [(reward - mean) / deviation for reward in rewards]
@@ -198,7 +198,7 @@ def best_of_subsets(scores: list[float], k: int) -> list[float]:
 
 
 @settings(max_examples=60)
-@given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=3, max_size=7), min_size=1), st.integers(1, 3))
+@given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=7), min_size=1), st.integers(1, 3))
 def test_pass_at_k_of_random_groups_is_the_mean_over_all_subsets(lines, k):
     groups = torch.tensor([number for number, line in enumerate(lines) for _ in line])
     scores = torch.tensor([score for line in lines for score in line], dtype=torch.float64)
@@ -229,7 +229,6 @@ def test_pass_at_k_of_a_group_equals_the_published_formula(k):
     ("scores", "k", "message"),
     [
         ([1.0, 0.5], 1, r"^reward: it is 0\.5 for a sample.*Return rewards of 0 and 1$"),
-        ([1.0, 0.0], 3, r"^pass@k: k is 3, and a prompt has 2 samples\. Write 1 to 2$"),
         ([1.0, 0.0], 0, "k is 0"),
     ],
 )

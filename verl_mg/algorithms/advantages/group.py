@@ -104,7 +104,8 @@ def pass_at_k(scores: Tensor, groups: Tensor, trajectories: Tensor, k: int) -> T
 
     Args:
         scores, groups, trajectories: (n,), see the module; UserError for a score other than 0 and 1.
-        k: tries of which one has to be right, from 1 to the samples of the smallest group; UserError for any other.
+        k: tries of which one has to be right, at least 1; UserError for any other. A prompt with k samples or fewer,
+            as of an agent that has not acted in each episode, has only one subset, and with it the advantage 0.
     """
     if bool(((scores != 0) & (scores != 1)).any()):
         other = float(scores[(scores != 0) & (scores != 1)][0])
@@ -113,16 +114,16 @@ def pass_at_k(scores: Tensor, groups: Tensor, trajectories: Tensor, k: int) -> T
         )
     samples = _Samples(groups, trajectories, scores)
     sizes = samples.counts.tolist()
-    if not 1 <= k <= min(sizes, default=k):
-        raise UserError(f"pass@k: k is {k}, and a prompt has {min(sizes)} samples. Write 1 to {min(sizes)}")
+    if k < 1:
+        raise UserError(f"pass@k: k is {k}. Write at least 1")
     rights = segment_sums(samples.sorted(scores).double(), samples.counts).long().tolist()
     # Quotients of integers: binomials of many samples have more digits than a float.
     numbers = []
     for size, right in zip(sizes, rights, strict=True):
-        wrong = size - right
-        failing = math.comb(wrong, k) / math.comb(size, k)
+        wrong, tries = size - right, min(k, size)
+        failing = math.comb(wrong, tries) / math.comb(size, tries)
         deviation = math.sqrt(failing * (1 - failing)) + EPSILON
-        alone = math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1) if wrong else 0.0
+        alone = math.comb(wrong - 1, tries - 1) / math.comb(size - 1, tries - 1) if wrong else 0.0
         numbers.append((failing / deviation, (failing - alone) / deviation))
     of_right, of_wrong = torch.tensor(numbers, dtype=torch.float64, device=scores.device).reshape(-1, 2).unbind(1)
     chosen = torch.where(samples.sorted(scores) == 1, of_right[samples.index], of_wrong[samples.index])
