@@ -24,7 +24,7 @@ from verl_mg.config import JobConfig
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.errors import UserError
 from verl_mg.monitor.sample_schema import SAMPLES
-from verl_mg.stores.bucket import Bucket, StoreError
+from verl_mg.stores.bucket import CHECK_STORE, Bucket, StoreError
 from verl_mg.stores.folders import Content, Folders, LocalFolders, StoredFile
 from verl_mg.stores.objects import MANIFEST, ObjectFolders
 from verl_mg.stores.records import CHECKPOINTS, RecordUpload, fetch_records, is_record
@@ -115,7 +115,7 @@ class ObjectRun(RunStore):
         try:
             self._together(fetch)
         except OSError as error:
-            raise UserError(f"job.output: {error}. Check address, bucket and credentials of the store.") from None
+            raise UserError(f"job.output: {error}. {CHECK_STORE}") from None
         self._check_shared()
 
     def _make_folder(self) -> None:
