@@ -31,7 +31,13 @@ from verl_mg.stores.records import CHECKPOINTS, RecordUpload, fetch_records, is_
 from verl_mg.stores.url import ObjectUrl
 
 _STAGING = ".staging"
-_COMPLETE = ("samples/", "profile/", "engines/", "tensorboard/")  # records that a resumed run does not append to
+_COMPLETE = (
+    "samples/",
+    "profile/",
+    "engines/",
+    "tensorboard/",
+    "stalls/",
+)  # records that a resumed run does not append to
 
 
 class RunStore(ABC):
