@@ -138,7 +138,13 @@ def _add_eval(parser: _Parser) -> None:
     add("--set", action="append", default=[], dest="sets", metavar="NAME=PATH", help=sets)
     add("--config", help="a YAML file, or the name of one of recipes/evaluation/ (default: that of the run)")
     add("--output", type=_local_output, metavar="DIR", help="folder of the results (default: RUN/evaluation/ITERATION)")
-    add("--compare", nargs=2, type=Path, metavar=("A", "B"), help="folders of two evaluations")
+    add(
+        "--compare",
+        nargs=2,
+        type=partial(require_local, option="--compare"),
+        metavar=("A", "B"),
+        help="folders of two evaluations",
+    )
     add("--json", action="store_true", help="print one JSON object")
 
 

@@ -1,6 +1,7 @@
 """Collectives over batches do not depend on the distribution of the rows."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -14,8 +15,10 @@ from verl_mg.distributed.collectives import (
     all_gather_column,
     all_reduce_sum,
     global_kth_largest,
+    raised_together,
     reassign_sample_ids,
 )
+from verl_mg.errors import UserError
 
 COUNT = 7
 
@@ -128,6 +131,28 @@ def sums_over_groups(groups):
     for work in [dist.all_reduce(number, group=group, async_op=True) for number, group in pairs]:
         work.wait()
     return [number.item() for number in numbers], threads_named("gloo_tcp_loop")
+
+
+def raised(kinds: tuple[type[Exception], ...], errors: Sequence[Exception | None]) -> tuple[str, tuple[object, ...]]:
+    try:
+        with raised_together(*kinds):
+            if error := errors[dist.get_rank()]:
+                raise error
+    except Exception as error:
+        place = (error.filename,) if isinstance(error, OSError) else ()
+        return type(error).__name__, (*error.args, *place)
+    return "", ()
+
+
+def test_raised_together_raises_the_first_error_of_any_rank_on_all(ranks):
+    kinds = (UserError, OSError)
+    assert ranks.run(2, raised, kinds, [None, None]) == [("", ())] * 2
+    first = [UserError("a: wrong. Write b."), OSError(28, "No space left", "/a")]
+    assert ranks.run(2, raised, kinds, first) == [("UserError", ("a: wrong. Write b.",))] * 2
+    absent = [None, FileNotFoundError(2, "No such file", "/a")]
+    assert ranks.run(2, raised, kinds, absent) == [("FileNotFoundError", (2, "No such file", "/a"))] * 2
+    late = [TimeoutError("late"), None]
+    assert ranks.run(2, raised, kinds, late) == [("OSError", (5, "late", ""))] * 2
 
 
 def test_groups_of_a_process_share_one_event_loop(ranks):

@@ -1,6 +1,7 @@
 """Watchdog: a rank that dies, hangs or raises is named, once, and all ranks of the job exit."""
 
 import json
+import re
 import signal
 import socket
 import time
@@ -23,8 +24,10 @@ from tests.helpers.launched import (
     watched,
     write_inputs,
 )
+from tests.helpers.s3_server import BUCKET
 from verl_mg.config import JobConfig
 from verl_mg.distributed import watchdog
+from verl_mg.distributed.stall_dump import upload_dumps
 from verl_mg.distributed.watchdog import (
     EXIT_RANK_LOST,
     HEARTBEAT_SECONDS,
@@ -33,6 +36,8 @@ from verl_mg.distributed.watchdog import (
     RankWatchdog,
     heartbeat_seconds,
 )
+from verl_mg.stores.bucket import Bucket
+from verl_mg.stores.url import ObjectUrl
 
 
 @pytest.mark.nightly  # the restart test stops a rank in the same way
@@ -98,6 +103,30 @@ def test_watchdog_with_killed_rank_names_it_on_all_others(tmp_path, rank):
     texts = dumped(tmp_path, err, lost=rank)
     assert texts[rank].startswith(f"rank {rank}, host {socket.gethostname()}, pid {killed.pid}: lost;")
     assert all("tests/distributed/watched.py" in text for text in texts.values())
+
+
+def test_stacks_of_a_run_on_a_store_are_uploaded_by_each_rank_also_of_a_lost_one(s3, tmp_path):
+    url = ObjectUrl(BUCKET, "stalled")
+    with ranks_of(3, watched(heartbeat_timeout_s=4, output=url)) as ranks:
+        ranks[0].wait_for_steps()
+        psutil.Process(program_of(ranks[2].pid)).kill()
+        codes, err = ends_of(ranks)
+    assert codes == [EXIT_RANK_LOST] * 2 + [-signal.SIGKILL], err
+    (place,) = re.findall(rf"of all ranks are in ({url}/stalls/\S+)\.\n", err)
+    names = Bucket(url).sizes()
+    folder = place.removeprefix(f"{url}/")
+    files = ["rank-0.gloo.json", "rank-0.txt", "rank-1.gloo.json", "rank-1.txt", "rank-2.txt"]
+    assert sorted(names) == [f"{folder}/{name}" for name in files]
+    assert b": lost;" in Bucket(url).read(f"{folder}/rank-2.txt")
+
+
+def test_stacks_that_a_store_does_not_take_stay_in_a_folder_that_is_named(s3, tmp_path, capfd):
+    (tmp_path / "rank-1.txt").write_text("stack")
+    upload_dumps(tmp_path, ObjectUrl("no-such-bucket", "run/stalls/1"), [1])
+    reason = "s3://no-such-bucket/run/stalls/1/rank-1.txt: The specified bucket does not exist"
+    assert capfd.readouterr().err.endswith(
+        f"error: s3://no-such-bucket/run/stalls/1: stacks are not stored ({reason}). They are in {tmp_path}.\n"
+    )
 
 
 def test_watchdog_with_hanging_rank_names_its_function(tmp_path):

@@ -14,12 +14,14 @@ from verl_mg.config import JobConfig
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError
 from verl_mg.phase_timer import PhaseTimer
+from verl_mg.stores.url import ObjectUrl
 
 
 def main(heartbeat_timeout_s: float, stall_timeout_s: float, code: str, output: str = "") -> None:
     world, timer = World.join(), PhaseTimer()
     timeouts = {"heartbeat_timeout_s": heartbeat_timeout_s, "stall_timeout_s": stall_timeout_s}
-    world.set_timeouts(JobConfig(output=Path(output or "run"), dump_on_stall=bool(output), **timeouts))
+    place = ObjectUrl.parse(output) or Path(output or "run")
+    world.set_timeouts(JobConfig(output=place, dump_on_stall=bool(output), **timeouts))
     world.watch_progress(timer)
     with world.signals.handled():
         try:

@@ -1,5 +1,6 @@
 """Evaluations of models, runs and checkpoints against a plain script, what they write, and their mistakes."""
 
+import statistics
 from pathlib import Path
 
 import pyarrow.dataset as ds
@@ -19,14 +20,24 @@ from tests.oracles.plain_evaluation import greedy_responses, mean, pass_at
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError
 from verl_mg.evaluation.command import evaluate
+from verl_mg.evaluation.comparison import compare
 from verl_mg.evaluation.configuration import Target, evaluation_config
-from verl_mg.evaluation.results import Report
+from verl_mg.evaluation.results import Report, format_report
 from verl_mg.import_function import load_function
 from verl_mg.job.evaluation import evaluation_sets
 from verl_mg.models.tiny_model import make_tiny_model
 from verl_mg.view.run import Run
 
-REWARD = "def digits(sample):\n    return sum(c.isdigit() for c in sample.response) / 5\n"
+REWARD = """
+from verl_mg.rewards import Reward
+
+def digits(sample):
+    return sum(c.isdigit() for c in sample.response) / 5
+
+def letters(sample):
+    letters = sum(c.isalpha() for c in sample.response)
+    return Reward(1.0, {"letters": letters} if letters else {})
+"""
 TIES = 0.02  # engines may break a tie differently
 
 
@@ -89,6 +100,29 @@ def test_evaluation_of_any_target_and_layout_equals_a_plain_script(ranks, inputs
         found = {of_set: values.metrics["reward"].value for of_set, values in reports[0].sets.items()}
         assert found == pytest.approx(expected["model" if "model" in name else "run/model"]), name
     assert reports[0].iteration == 2 and reports[0].sets["letters"].prompts == 9
+
+
+def test_a_part_of_some_samples_is_the_mean_over_these_with_their_number(ranks, inputs, tmp_path):
+    output = tmp_path / "out"
+    drawn = [
+        "evaluation.samples=4",
+        "evaluation.temperature=1",
+        "rollout.max_new_tokens=1",
+        "data.test.sums.prompts=12",
+    ]
+    reward = f"reward.function={inputs / 'reward.py'}:letters"
+    report = ranks.run(2, evaluated, str(inputs / "model"), [f"sums={inputs / 'sums.jsonl'}"], [*drawn, reward], output)
+    found = report[0].sets["sums"].metrics["reward/letters"]
+    parts: dict[int, list[float]] = {}
+    for row in ds.dataset(output / "samples", format="parquet").to_table().to_pylist():
+        parts.setdefault(row["prompt_id"], []).extend(dict(row["parts"]).values())
+    having = [values for values in parts.values() if values]
+    assert 0 < len(having) < len(parts) == 12 and len({len(values) for values in having}) > 1
+    assert (found.prompts, found.samples) == (len(having), sum(map(len, having)))
+    assert found.value == pytest.approx(statistics.fmean(map(statistics.fmean, having)))
+    assert f"{found.samples} of 48" in format_report(report[0]).splitlines()[2]
+    (counts,) = compare(output, output).samples_with["sums"].values()
+    assert (counts.first, counts.second, counts.prompts) == (found.samples, found.samples, len(having))
 
 
 @pytest.mark.nightly

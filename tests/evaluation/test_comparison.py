@@ -1,6 +1,8 @@
 """Comparison of two evaluations whose figures are known."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -15,7 +17,14 @@ from verl_mg.job.prompt_scores import PromptResults
 stats = pytest.importorskip("scipy.stats")
 
 
-def stored(folder: Path, rewards: list[list[float]], name: str = "sums", first: int = 0, **section: object) -> Path:
+def stored(
+    folder: Path,
+    rewards: list[list[float]],
+    name: str = "sums",
+    first: int = 0,
+    parts: Mapping[str, list[list[float | None]]] = MappingProxyType({}),
+    **section: object,
+) -> Path:
     folder.mkdir()
     tree = {
         "model": {"path": "x"},
@@ -23,7 +32,8 @@ def stored(folder: Path, rewards: list[list[float]], name: str = "sums", first: 
     }
     config = validate_config(tree, "test", RecipeConfig)
     prompts = [Prompt(i, (1,), "p", None, {"prompt": f"{first + i}+1="}, name) for i in range(len(rewards))]
-    results = [PromptResults(i, row, [None] * len(row)) for i, row in enumerate(rewards)]
+    of_prompts = [{part: rows[i] for part, rows in parts.items() if rows[i]} for i in range(len(rewards))]
+    results = [PromptResults(i, row, [None] * len(row), of_prompts[i]) for i, row in enumerate(rewards)]
     of_set = SetResults(evaluation_sets(config)[0], prompts, results)
     report = report_of(str(folder), None, config, [of_set])
     write_results(folder, report, [of_set])
@@ -44,6 +54,16 @@ def test_compare_pairs_the_prompts(tmp_path):
     assert found.sets["sums"]["pass@2"].difference == pytest.approx(2 / 5)
     text = format_comparison(found)
     assert "+0.3000" in text and "sums.sampling" in text and "'max_new_tokens': 9" in text
+
+
+def test_compare_takes_the_prompts_that_have_a_part_in_both(tmp_path):
+    first, second = ({"form": rows} for rows in ([[1.0, 0.0], [None, 2.0], []], [[1.0, 1.0], [], [5.0, None]]))
+    rewards = [[1.0, 0.0]] * 3
+    found = compare(stored(tmp_path / "a", rewards, parts=first), stored(tmp_path / "b", rewards, parts=second))
+    form = found.sets["sums"]["reward/form"]
+    assert (form.first, form.second, form.difference) == (0.5, 1.0, 0.5)
+    assert "sums reward/form: 3 and 3 samples, 1 prompts in both" in format_comparison(found)
+    assert found.sets["sums"]["reward"].difference == 0 and found.samples_with["sums"]["form"].prompts == 1
 
 
 def test_compare_refuses_other_prompts_and_other_sets(tmp_path):

@@ -14,7 +14,7 @@ from tests.helpers.tiny_jobs import files_of, logged, run_here, write_sums
 from tests.helpers.tiny_models import tiny_model
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
-from verl_mg.job.evaluation import evaluation_sets
+from verl_mg.job.evaluation import EvaluationSet, SetResults, evaluation_sets, metrics_of
 from verl_mg.job.job import RunningJob
 from verl_mg.job.prompt_scores import PromptResults, prompt_scores
 from verl_mg.job.recipe import load_recipe, requested_roles
@@ -149,6 +149,24 @@ def test_a_vote_counts_answers_and_a_pass_counts_rewards():
     assert metrics["maj@4"] == pytest.approx((1.0 + 0.5) / 2)
     assert "maj@1" not in metrics
     assert list(prompt_scores([PromptResults(0, [0.25], [None])], (), 1.0)) == ["reward"]
+
+
+def test_a_part_that_only_some_samples_have_is_their_mean_and_their_number():
+    def of_set(name: str, *parts: list[float | None]) -> SetResults:
+        evaluated = EvaluationSet(name, None, 2, {}, (), 0.5)
+        results = [
+            PromptResults(i, [1.0, 0.0], [None] * 2, {"form": row} if row else {}) for i, row in enumerate(parts)
+        ]
+        return SetResults(evaluated, [], results)
+
+    some = of_set("some", [0.5, None], [], [1.0, 2.0])
+    found = metrics_of([some])
+    assert found["eval/reward/form"] == (0.5 + 1.5) / 2 and found["eval/samples_with/form"] == 3
+    found = metrics_of([some, of_set("every", [3.0, 4.0])])
+    assert found["eval/reward/form"] == pytest.approx((0.5 + 1.5 + 3.5) / 3) and found["eval/samples_with/form"] == 5
+    assert found["eval/some/samples_with/form"] == 3 and found["eval/every/reward/form"] == 3.5
+    assert "eval/every/samples_with/form" not in found
+    assert "eval/samples_with/form" not in metrics_of([of_set("every", [3.0, 4.0])])
 
 
 def curriculum(inputs: Path, output: Path) -> tuple[list[list[str]], dict[str, float]]:

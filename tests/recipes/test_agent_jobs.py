@@ -14,6 +14,9 @@ from tests.helpers.traces import needs_sglang
 from tests.recipes.tiny_runs import tiny_run
 from tools.bench import wide_repeat_digit
 from verl_mg.engines.trajectory import MAX_SEGMENTS
+from verl_mg.errors import UserError
+from verl_mg.monitor.sample_reader import SampleReader
+from verl_mg.monitor.sample_schema import fingerprint
 
 AGENT = Path(__file__).parent / "agents" / "two_questions.py"
 SIGNALS = AGENT.with_name("signals.py")
@@ -126,6 +129,13 @@ def test_jobs_of_agents_with_names_compare_each_with_itself(ranks, tasks, tmp_pa
             if of_agent:
                 assert line[f"reward/agent/{agent}"] == pytest.approx(statistics.fmean(of_agent), abs=1e-6)
     if "evaluation.every=1" in overrides:
+        refused = (
+            r"rollout\.agent_names: .* with \[caller, guesser\], not \[guesser, caller\]\. Write rollout\.agent_names="
+        )
+        with pytest.raises(UserError, match=refused):
+            SampleReader(tmp_path / "run").check(
+                range(1, 2), name, fingerprint(tasks(0) / "model"), ["guesser", "caller"]
+            )
         caller, guesser = (lines[-1][f"eval/reward/agent/{agent}"] for agent in ("caller", "guesser"))
         assert 0 <= caller <= 1 and -5 <= guesser <= 5
         assert lines[-1]["eval/reward"] == pytest.approx((caller + guesser) / 2)

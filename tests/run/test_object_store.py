@@ -2,10 +2,14 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 import torch
@@ -20,7 +24,7 @@ from tests.helpers.waiting import wait_until
 from tests.run.jobs import resumable_job
 from verl_mg.checkpoint.safetensors_file import SafetensorsFile
 from verl_mg.cli import main
-from verl_mg.stores.bucket import PART_BYTES, Bucket
+from verl_mg.stores.bucket import CHECK_STORE, PART_BYTES, Bucket
 from verl_mg.stores.objects import MANIFEST
 from verl_mg.stores.records import fetch_records
 from verl_mg.stores.url import ObjectUrl
@@ -118,6 +122,67 @@ def test_status_of_a_run_on_a_store_is_printed(s3, capsys):
     with pytest.raises(SystemExit) as exit:
         main(["status", "s3://runs/runs/stored"])
     assert exit.value.code == 0 and "iteration 4 of 4, on 2 ranks" in capsys.readouterr().out
+
+
+def test_view_shows_a_run_on_a_store(s3):
+    # After the first test.
+    command = [sys.executable, "-m", "verl_mg", "view", "s3://runs/runs/stored"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | s3.variables) as process:
+        try:
+            url = process.stdout.readline().split()[1].decode()
+            with urlopen(f"{url}api/runs", timeout=60) as answer:
+                (run,) = json.load(answer)
+            assert run["name"] == "stored" and run["status"]["state"] == "finished" and run["samples"] == [[1, 4]]
+            with urlopen(f"{url}api/samples?run=0&first=4&last=4", timeout=60) as answer:
+                assert json.load(answer)["rows"]
+        finally:
+            process.terminate()
+            process.communicate()
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (
+            ["status", "s3://no-bucket/run"],
+            {},
+            f"s3://no-bucket/run: The specified bucket does not exist. {CHECK_STORE}",
+        ),
+        (["view", "s3://no-bucket/run"], {}, f"s3://no-bucket/run: The specified bucket does not exist. {CHECK_STORE}"),
+        (["status", "s3://runs/absent"], {}, "s3://runs/absent: there is no run. Give the job.output of one."),
+        (["status", "s3://runs/file"], {}, "s3://runs/file: there is no run. Give the job.output of one."),
+        (
+            ["view", "s3://runs/run"],
+            {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
+            "s3://runs/run: the connection was lost: EndpointConnectionError: ",
+        ),
+        (
+            ["status", "s3://runs/run"],
+            {"AWS_ENDPOINT_URL": "127.0.0.1:9"},
+            "s3://runs/run: ValueError: Invalid endpoint",
+        ),
+        (
+            ["status", "s3://runs/run"],
+            {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
+            f"s3://runs/run: NoCredentialsError: Unable to locate credentials. {CHECK_STORE}",
+        ),
+        (
+            ["eval", "s3://runs/run"],
+            {},
+            "eval s3://runs/run: only job.output, status and view take object stores. Copy",
+        ),
+        (["eval", "--compare", "s3://runs/a", "b"], {}, "--compare s3://runs/a: only job.output, status and view take"),
+    ],
+)
+def test_place_that_has_no_run_is_an_error_of_one_line(s3, tmp_path, arguments, variables, message):
+    Bucket(ObjectUrl(BUCKET, "file")).put("notes.txt", [b"a"])
+    command = [sys.executable, "-m", "verl_mg", *arguments]
+    environment = os.environ | s3.variables | {"HOME": str(tmp_path)} | variables
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert ended.stderr.startswith(f"error: {message}") and ended.stderr.count("\n") == 1
+    assert ended.stderr.endswith((f"{CHECK_STORE}\n", "of one.\n", "Copy the folder first.\n"))
 
 
 @pytest.fixture

@@ -170,6 +170,8 @@ def test_replay_of_an_unusable_run_raises(ranks, inputs, first, tmp_path):
     assert "recorded with the recipe grpo, not dr_grpo" in refused("dr_grpo", of=f"{first}@1")
     other = tiny_model(tmp_path / "other", "qwen3", layers=3)
     assert "recorded with another model" in refused("grpo", f"model.path={other}", of=f"{first}@1")
+    named = refused("grpo", "rollout.agent_names=[a]", of=f"{first}@1")
+    assert named.endswith("was recorded with [], not [a]. Write rollout.agent_names=[].")
     assert "it contains a run. Choose another folder" in refused("grpo", f"job.output={first}", of=f"{first}@1")
     assert "recipe sft: it generates no samples" in refused("sft", of=f"{first}@1")
     few, torn = tmp_path / "few", tmp_path / "torn"

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from errno import EIO
 from typing import Any
 
 import torch
@@ -16,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_mg.batch import Batch
-from verl_mg.errors import UserError
 
 LENGTH_BYTES = 8  # size of a length in a message, in bytes: an int64
 FIRST_BYTES = 1024 - LENGTH_BYTES
@@ -51,10 +52,23 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
     return [json.loads(part.numpy().tobytes()) for part in all_gather_bytes(text, group)]
 
 
-def raise_together(error: str, group: dist.ProcessGroup | None = None) -> None:
-    """Raises the first error of a rank on all ranks, as a UserError; "" is none."""
-    if errors := [each for each in all_gather_json(error, group) if each]:
-        raise UserError(errors[0])
+@contextmanager
+def raised_together(*kinds: type[Exception], group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Raises the first error of these kinds of any rank on all ranks, after the block, so that none waits for it."""
+    error: Exception | None = None
+    try:
+        yield
+    except kinds as failure:
+        error = failure
+    here = error and [next(i for i, kind in enumerate(kinds) if isinstance(error, kind)), *_arguments(error)]
+    for number, *arguments in filter(None, all_gather_json(here, group)):
+        raise kinds[number](*arguments) from error
+
+
+def _arguments(error: Exception) -> list[Any]:
+    if isinstance(error, OSError):
+        return [error.errno or EIO, error.strerror or str(error), str(error.filename or "")]
+    return [str(error)]
 
 
 def broadcast_bytes(values: bytes) -> bytes:

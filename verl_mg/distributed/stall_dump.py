@@ -17,6 +17,12 @@ from typing import Any
 
 import torch
 
+from verl_mg.errors import UserError
+from verl_mg.stores.bucket import Bucket
+from verl_mg.stores.url import ObjectUrl
+
+UPLOAD_SECONDS = 20.0  # time limit of an upload: launchers kill ranks some time after the first one has ended
+UPLOAD_ATTEMPTS = 3
 RECORD_SECONDS = 2.0  # time limit of the records of collectives: NCCL can be blocked in what they describe
 STACK_DEPTH = 12
 """Innermost frames that are reported, library frames included; the heartbeat writes them at each interval."""
@@ -43,6 +49,27 @@ def dump_lost_rank(folder: Path, rank: int, origin: str, stack: Sequence[str]) -
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"rank-{rank}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def upload_dumps(folder: Path, url: ObjectUrl, ranks: Sequence[int]) -> None:
+    """Puts the files of ranks below a URL in limited time; where it cannot, says in which folder they are."""
+    problem = f"no answer in {UPLOAD_SECONDS:.0f} s"
+
+    def put() -> None:
+        nonlocal problem
+        try:
+            bucket = Bucket(url, attempts=UPLOAD_ATTEMPTS)
+            for file in (file for rank in ranks for file in sorted(folder.glob(f"rank-{rank}.*"))):
+                bucket.put(file.name, [file.read_bytes()])
+            problem = ""
+        except (OSError, UserError) as error:
+            problem = str(error)
+
+    uploader = threading.Thread(target=put, daemon=True)
+    uploader.start()
+    uploader.join(UPLOAD_SECONDS)
+    if problem:
+        print(f"error: {url}: stacks are not stored ({problem}). They are in {folder}.", file=sys.stderr, flush=True)
 
 
 def _all_stacks(rank: int) -> str:

@@ -36,7 +36,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from verl_mg.config import JobConfig
-from verl_mg.distributed.stall_dump import dump_lost_rank, dump_rank, innermost_user_frame, main_stack, main_waits
+from verl_mg.distributed.stall_dump import (
+    dump_lost_rank,
+    dump_rank,
+    innermost_user_frame,
+    main_stack,
+    main_waits,
+    upload_dumps,
+)
+from verl_mg.stores.url import ObjectUrl
 
 EXIT_RANK_LOST = 3  # exit code of every rank when one is lost or hangs
 HEARTBEAT_SECONDS = 1.0  # shortest interval between heartbeats, in seconds
@@ -101,6 +109,7 @@ class RankWatchdog:
         self._last_progress_at = time.monotonic()
         self._heartbeat_timeout, self._stall_timeout = HEARTBEAT_TIMEOUT_SECONDS, STALL_TIMEOUT_SECONDS
         self._dump_folder: Path | None = None
+        self._dump_url: ObjectUrl | None = None  # of a run on an object store
         self._progress: Callable[[], int] = lambda: 0
         self._last_progress: list[int] = []
         self._stopping = threading.Event()
@@ -114,6 +123,7 @@ class RankWatchdog:
         """Sets timeouts and folder of `stall_dump`, and restarts the count of the stall timeout, never reached at 0."""
         self._heartbeat_timeout, self._stall_timeout = job.heartbeat_timeout_s, job.stall_timeout_s
         self._dump_folder = job.folder / STALLS if job.dump_on_stall else None
+        self._dump_url = job.output / STALLS if isinstance(job.output, ObjectUrl) else None
         self._last_progress_at = time.monotonic()
 
     def watch_progress(self, progress: Callable[[], int]) -> None:
@@ -160,13 +170,15 @@ class RankWatchdog:
         dumps = self._dump_folder if exit_code == EXIT_RANK_LOST else None
         folder = str(dumps / time.strftime("%Y%m%d-%H%M%S")) if dumps else ""
         if first:
-            where = f"\nThe stacks and latest collectives of all ranks are in {folder}." if folder else ""
+            place = self._dump_url / Path(folder).name if self._dump_url else folder
+            where = f"\nThe stacks and latest collectives of all ranks are in {place}." if folder else ""
             print(message + where, file=sys.stderr, flush=True)
         with suppress(RuntimeError):
             if first:
                 self._store.set("verdict", json.dumps([exit_code, folder]))
                 self._dump(folder, lost)
                 self._wait_for_acks()
+                self._upload(folder, lost)
             else:
                 exit_code = self._read_verdict()
         _exit(exit_code)
@@ -264,6 +276,7 @@ class RankWatchdog:
         self._store.add("acks", 1)
         if folder:  # the end of this rank would change the stacks of those that have not written theirs
             self._wait_for_acks()
+            self._upload(folder)
         return int(exit_code)
 
     def _dump(self, folder: str, lost: Sequence[int] = ()) -> None:
@@ -275,11 +288,17 @@ class RankWatchdog:
             last = self._last_heartbeats[rank].heartbeat
             dump_lost_rank(Path(folder), rank, f"host {last.host}, pid {last.pid}", stack)
 
+    def _upload(self, folder: str, lost: Sequence[int] = ()) -> None:
+        # By each rank, after it has acknowledged: a rank that is lost uploads nothing, and none waits for a store.
+        if folder and self._dump_url:
+            upload_dumps(Path(folder), self._dump_url / Path(folder).name, [self._rank, *lost])
+
     def _wait_for_acks(self) -> None:
         # Where this rank hosts the store, its end takes the verdict away from ranks that have not read it.
         deadline = time.monotonic() + max(ACK_SECONDS, 2 * self._interval)
-        while self._store.add("acks", 0) < self._size - 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
+        with suppress(RuntimeError):  # the store has ended, whose rank has got all
+            while self._store.add("acks", 0) < self._size - 1 and time.monotonic() < deadline:
+                time.sleep(0.05)
 
     # -- messages
 

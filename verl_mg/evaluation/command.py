@@ -83,7 +83,7 @@ def evaluate(target: Target, config: Config, world: World) -> Report:
         samples = SampleWriter(
             output / SAMPLES,
             world.rank,
-            FileMetadata(NAME, model, world.size),
+            FileMetadata(NAME, model, world.size, agents=tuple(config.rollout.agent_names)),
             job.sample_texts,
             config.record.samples_per_rank,
         )

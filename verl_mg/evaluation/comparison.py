@@ -7,6 +7,7 @@ The test is on the mean of the differences, 0.25: what makes a prompt hard for b
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 from verl_mg.algorithms.intervals import mean_interval, paired_p_value
 from verl_mg.errors import UserError
 from verl_mg.evaluation.results import StoredEvaluation, interval, table
+from verl_mg.job.prompt_scores import PromptResults, part_counts
 from verl_mg.jsonl import StoredRecord
 
 # Keys of a set's report that two evaluations usually share.
@@ -22,7 +24,7 @@ SETTINGS = ("samples", "sampling", "pass_threshold", "reward")
 
 
 class Difference(StoredRecord):
-    """Difference of a metric between two evaluations."""
+    """Difference of a metric between two evaluations, over the prompts that have it in both."""
 
     first: float  # mean of the first evaluation
     second: float  # mean of the second evaluation
@@ -32,12 +34,21 @@ class Difference(StoredRecord):
     p_value: float  # probability of so large a difference if both models are equally good
 
 
+class Partial(StoredRecord):
+    """Counts of a part of the reward that not all samples of two evaluations have."""
+
+    first: int  # samples of the first evaluation that have it
+    second: int  # samples of the second evaluation that have it
+    prompts: int  # prompts that have it in both
+
+
 class Comparison(StoredRecord):
     """Differences of all metrics that both evaluations have."""
 
     first: str  # folder of the first evaluation
     second: str  # folder of the second evaluation
     sets: dict[str, dict[str, Difference]]  # differences by set and metric
+    samples_with: dict[str, dict[str, Partial]]  # counts by set and part, of parts that not all samples have
     other_settings: dict[str, dict[str, Any]]  # settings that differ, by set and key, as [first, second]
 
 
@@ -51,15 +62,18 @@ def compare(first: Path, second: Path) -> Comparison:
             "Compare evaluations with a set of the same name."
         )
     sets: dict[str, dict[str, Difference]] = {}
+    partial: dict[str, dict[str, Partial]] = {}
     other: dict[str, dict[str, Any]] = {}
     for name in shared:
         _check_prompts(name, a, b)
         before, after = a.scores(name), b.scores(name)
-        sets[name] = {metric: _difference(before[metric], after[metric]) for metric in before if metric in after}
+        pairs = {metric: _paired(before[metric], after[metric]) for metric in before if metric in after}
+        sets[name] = {metric: _difference(*pair) for metric, pair in pairs.items() if len(pair[0])}
+        partial[name] = _partial(a.results(name), b.results(name), pairs)
         reports = [evaluation.report.sets[name].model_dump(mode="json") for evaluation in (a, b)]
         changed = {key: [report[key] for report in reports] for key in SETTINGS if reports[0][key] != reports[1][key]}
         other |= {name: changed} if changed else {}
-    return Comparison(first=str(first), second=str(second), sets=sets, other_settings=other)
+    return Comparison(first=str(first), second=str(second), sets=sets, samples_with=partial, other_settings=other)
 
 
 def format_comparison(comparison: Comparison) -> str:
@@ -78,7 +92,33 @@ def format_comparison(comparison: Comparison) -> str:
         for name, changed in comparison.other_settings.items()
         for key, values in changed.items()
     ]
-    return "\n".join([table(header, rows), *(["", "settings that differ:", *remarks] if remarks else [])])
+    counts = [
+        f"{name} reward/{part}: {of_part.first} and {of_part.second} samples, {of_part.prompts} prompts in both"
+        for name, of_set in comparison.samples_with.items()
+        for part, of_part in of_set.items()
+    ]
+    lists = {"parts that not all samples have:": counts, "settings that differ:": remarks}
+    return "\n".join([table(header, rows), *(line for title, of in lists.items() if of for line in ("", title, *of))])
+
+
+def _paired(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the scores of the prompts that have one in both."""
+    both = ~(first.isnan() | second.isnan())
+    return first[both], second[both]
+
+
+def _partial(
+    first: Sequence[PromptResults], second: Sequence[PromptResults], pairs: Mapping[str, tuple[Tensor, Tensor]]
+) -> dict[str, Partial]:
+    counts = [part_counts(results) for results in (first, second)]
+    every = [sum(len(result.rewards) for result in results) for results in (first, second)]
+    partial = {}
+    for part in dict.fromkeys([*counts[0], *counts[1]]):
+        of_first, of_second = (of_part.get(part, 0) for of_part in counts)
+        if (of_first, of_second) != tuple(every):
+            prompts = len(pairs[f"reward/{part}"][0]) if f"reward/{part}" in pairs else 0
+            partial[part] = Partial(first=of_first, second=of_second, prompts=prompts)
+    return partial
 
 
 def _difference(first: Tensor, second: Tensor) -> Difference:

@@ -20,7 +20,7 @@ from verl_mg.config import Config, Count
 from verl_mg.data import Prompt
 from verl_mg.errors import UserError
 from verl_mg.job.evaluation import SetResults
-from verl_mg.job.prompt_scores import PromptResults, Scores, is_bounded, prompt_scores
+from verl_mg.job.prompt_scores import PromptResults, Scores, is_bounded, known, prompt_scores, samples_with
 from verl_mg.jsonl import StoredRecord, replacing
 
 REPORT, PROMPTS = "evaluation.json", "prompts.jsonl"
@@ -34,6 +34,8 @@ class Metric(StoredRecord):
     standard_error: float | None  # standard error of the mean; None for a single prompt
     low: float | None  # lower end of the interval
     high: float | None  # upper end of the interval
+    prompts: Count | None = None  # number of prompts whose samples have it, where not all samples do
+    samples: Count | None = None  # number of samples that have it, of all prompts, where not all do
 
 
 class SetReport(StoredRecord):
@@ -68,7 +70,7 @@ class PromptLine(StoredRecord):
     """Digest of the record that the prompt is from; prompts of one record may differ in template and instruction."""
     rewards: list[float]  # reward of each sample
     answers: list[str | None]  # key of the final answer of each sample, equal for equal answers
-    parts: dict[str, list[float]]  # parts of the reward by name, each of all samples
+    parts: dict[str, list[float | None]]  # parts of the reward by name, each of all samples; null: has it not
 
 
 def report_of(target: str, iteration: int | None, config: Config, results: Sequence[SetResults]) -> Report:
@@ -86,14 +88,19 @@ def report_of(target: str, iteration: int | None, config: Config, results: Seque
             k=evaluated.ks,
             pass_threshold=evaluated.pass_threshold,
             reward=reward,
-            metrics=metrics_of(of_set.scores()),
+            metrics=_metrics_of(of_set),
         )
     return Report(model=target, iteration=iteration, engine=config.rollout.engine, confidence=CONFIDENCE, sets=sets)
 
 
-def metrics_of(scores: Scores) -> dict[str, Metric]:
-    """Returns the mean of each metric over the prompts, with its interval."""
-    return {name: Metric(**asdict(mean_interval(values, bounded=is_bounded(name)))) for name, values in scores.items()}
+def _metrics_of(of_set: SetResults) -> dict[str, Metric]:
+    counts = {f"reward/{part}": count for part, count in samples_with(of_set.results).items()}
+    metrics = {}
+    for name, values in of_set.scores().items():
+        estimate = asdict(mean_interval(known(values), bounded=is_bounded(name)))
+        prompts = len(known(values)) if name in counts else None
+        metrics[name] = Metric(**estimate, prompts=prompts, samples=counts.get(name))
+    return metrics
 
 
 def write_results(folder: Path, report: Report, results: Sequence[SetResults]) -> None:
@@ -128,12 +135,15 @@ class StoredEvaluation:
         self.lines = {name: [line for line in every if line.set == name] for name in self.report.sets}
         """Lines of each set, in the order of its prompts."""
 
+    def results(self, name: str) -> list[PromptResults]:
+        """Returns the results of a set."""
+        return [PromptResults(line.prompt, line.rewards, line.answers, line.parts) for line in self.lines[name]]
+
     def scores(self, name: str) -> Scores:
         """Returns the metrics of each prompt of a set."""
         # Computed again: the report has means, and a paired test needs each prompt.
         of_set = self.report.sets[name]
-        results = [PromptResults(line.prompt, line.rewards, line.answers, line.parts) for line in self.lines[name]]
-        return prompt_scores(results, of_set.k, of_set.pass_threshold)
+        return prompt_scores(self.results(name), of_set.k, of_set.pass_threshold)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -149,11 +159,17 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def format_report(report: Report) -> str:
     """Returns a report as a table."""
     rows = [
-        [name, metric, f"{m.value:.4f}", interval(m.low, m.high), str(of_set.prompts), str(of_set.samples)]
+        [name, metric, f"{m.value:.4f}", interval(m.low, m.high), *_counted(m, of_set)]
         for name, of_set in report.sets.items()
         for metric, m in of_set.metrics.items()
     ]
     return table(["set", "metric", "mean", f"{report.confidence:.0%} interval", "prompts", "samples"], rows)
+
+
+def _counted(metric: Metric, of_set: SetReport) -> tuple[str, str]:
+    if metric.samples is None:
+        return str(of_set.prompts), str(of_set.samples)
+    return str(metric.prompts), f"{metric.samples} of {of_set.prompts * of_set.samples}"
 
 
 def interval(low: float | None, high: float | None) -> str:

@@ -13,6 +13,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_mg import device
 from verl_mg.batch import Batch
-from verl_mg.distributed.collectives import all_gather_json, raise_together
+from verl_mg.distributed.collectives import all_gather_json, raised_together
 from verl_mg.errors import UserError, one_line
 from verl_mg.fsdp.family_reference import SEED, TOLERANCE, Computed, FamilyReference, joined, recorded
 from verl_mg.fsdp.mesh import MeshGroups, TensorRanks
@@ -159,35 +160,25 @@ class FamilyChecks:
 
     def check_replay(self, spec: ModelSpec, groups: MeshGroups) -> None:
         """Checks that a family replays prescribed experts; all ranks of the job call it together, as `form`."""
-        error = ""
-        if spec.path not in self._replays:
-            self._replays.add(spec.path)
-            try:
+        with raised_together(UserError):
+            if spec.path not in self._replays:
+                self._replays.add(spec.path)
                 if groups.is_member:
                     check_replay(FamilyReference(spec.path, spec.head, spec.longest_row))
-            except UserError as failure:
-                error = str(failure)
-        raise_together(error)
 
     def check(self, spec: ModelSpec, groups: MeshGroups) -> Form:
         """Does the same as `form`, without its memory and its warning."""
-        here, check, error = None, None, ""
-        try:
+        here, check = None, None
+        with raised_together(UserError):
             if groups.is_member:
                 ranks = groups.layout.tp * groups.layout.cp
                 check = FamilyCheck(spec.path, spec.head, spec.longest_row, ranks)
                 here = check.form()
-        except UserError as failure:
-            error = str(failure)
-        raise_together(error)
         # Packed only where it is right on all ranks, which may have different devices: they divide rows in one form.
         form = min((Form(*each) for each in all_gather_json(here) if each), key=lambda each: each.is_packed)
-        try:
+        with raised_together(UserError):
             if check:
                 check.check_ranks(form, groups)
-        except UserError as failure:
-            error = str(failure)
-        raise_together(error)
         return form
 
 
@@ -321,17 +312,14 @@ class FamilyCheck:
 
 def _on_all_ranks(groups: MeshGroups | None, step: Callable[[], Result]) -> Result:
     """Returns the result of a step; an error on one rank of a placement is raised on all, which would wait for it."""
-    error: Exception | None = None
-    try:
-        result = step()
-    except (UserError, DifferenceError) as failure:
-        error = failure
-    except Exception as failure:  # of any kind: it is the code of any family
-        error = DifferenceError(one_line(failure))
-    here = error and [isinstance(error, UserError), str(error)]
-    for is_refused, text in filter(None, all_gather_json(here, groups.host_group) if groups else [here]):
-        raise (UserError if is_refused else DifferenceError)(text) from error
-    return result
+    together = raised_together(UserError, DifferenceError, group=groups.host_group) if groups else nullcontext()
+    with together:
+        try:
+            return step()
+        except (UserError, DifferenceError):
+            raise
+        except Exception as failure:  # of any kind: it is the code of any family
+            raise DifferenceError(one_line(failure)) from failure
 
 
 def _largest(values: Tensor) -> float:

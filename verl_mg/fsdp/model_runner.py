@@ -14,7 +14,7 @@ from verl_mg.batch import SELECTED_KEYS
 from verl_mg.checkpoint.model_directory import ModelDirectories
 from verl_mg.choice import Choice
 from verl_mg.data.image_processor import ImageProcessor
-from verl_mg.distributed.collectives import all_gather_json, raise_together
+from verl_mg.distributed.collectives import all_gather_json, raised_together
 from verl_mg.errors import UserError
 from verl_mg.fsdp.family_check import FamilyChecks, Form, check_module, needs_proof
 from verl_mg.fsdp.lora import FsdpAdapters
@@ -140,15 +140,13 @@ class FsdpRunner(Runner):
 
     def _check_module(self, where: str) -> None:
         """Checks the module with its weights; UserError on all ranks where it is not right on one."""
-        error = ""
-        if self.packed is not None:
-            try:
-                shard = self.groups.token_shard(self.layout.cp)
-                check_module(self.packed, self._reader, shard, self.dtype, where)
-            except UserError as failure:
-                error = str(failure)
-            self.packed.reshard()  # type: ignore[operator]
-        raise_together(error)
+        with raised_together(UserError):
+            if self.packed is not None:
+                try:
+                    shard = self.groups.token_shard(self.layout.cp)
+                    check_module(self.packed, self._reader, shard, self.dtype, where)
+                finally:
+                    self.packed.reshard()  # type: ignore[operator]
 
     def _kernels(self) -> Iterator[Choice]:
         assert self.packed is not None

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl_mg.batch import Batch
 from verl_mg.config import Config, EvaluationSetConfig
@@ -16,7 +17,7 @@ from verl_mg.data import Prompt
 from verl_mg.distributed.collectives import all_gather_column
 from verl_mg.engines.trajectory import without_agent
 from verl_mg.errors import UserError
-from verl_mg.job.prompt_scores import PromptResults, Scores, default_ks, prompt_scores
+from verl_mg.job.prompt_scores import PromptResults, Scores, default_ks, known, prompt_scores, samples_with
 from verl_mg.roles.reward import NO_ANSWER, PART, RewardRole
 from verl_mg.rollout.rollout import RolloutSource
 
@@ -130,6 +131,7 @@ def _gather_results(batch: Batch, agent_names: Sequence[str]) -> dict[int, Promp
         if name.startswith(PART)
     }
     results: dict[int, PromptResults] = {}
+    parts_of: dict[int, list[dict[str, float]]] = {}  # of each sample of a prompt
     rows_of: dict[int, list[int]] = {}
     for i, episode in enumerate(episodes):
         rows_of.setdefault(episode, []).append(i)
@@ -139,13 +141,18 @@ def _gather_results(batch: Batch, agent_names: Sequence[str]) -> dict[int, Promp
         result = results.setdefault(prompt, PromptResults(prompt, [], [], {}))
         result.rewards.append(fmean(rewards[i] for i in rows))
         result.answers.append(None if answer == NO_ANSWER else str(answer))
+        of_sample: dict[str, float] = {}
         for i in rows:
             agent = f"agent/{agent_names[agents[i]]}" if agent_names else ""
             if agent:
-                result.parts.setdefault(agent, []).append(rewards[i])
+                of_sample[agent] = rewards[i]
             for part, values in parts.items():
-                if not math.isnan(values[i]):  # the samples of a prompt have the same parts
-                    result.parts.setdefault(f"{agent}/{part}" if agent else part, []).append(values[i])
+                if not math.isnan(values[i]):
+                    of_sample[f"{agent}/{part}" if agent else part] = values[i]
+        parts_of.setdefault(prompt, []).append(of_sample)
+    for prompt, of_samples in parts_of.items():
+        names = dict.fromkeys(name for of_sample in of_samples for name in of_sample)
+        results[prompt].parts.update({name: [of_sample.get(name) for of_sample in of_samples] for name in names})
     return results
 
 
@@ -153,12 +160,22 @@ def metrics_of(results: Sequence[SetResults]) -> dict[str, float]:
     """Returns the metrics of an evaluation in training.
 
     `eval/NAME`, with a name of `prompt_scores`, is the mean over the prompts of all sets, for metrics that all sets
-    have. With several sets, each has its metrics under `eval/SET/`.
+    have; `eval/samples_with/PART` is the number of samples with a part that not all have. With several sets, each has
+    its metrics under `eval/SET/`.
     """
     by_set = {of_set.evaluated.name: of_set.scores() for of_set in results}
     first, *others = by_set.values()
-    common = [name for name in first if all(name in scores for scores in others)]
-    metrics = {f"eval/{name}": float(torch.cat([s[name] for s in by_set.values()]).mean()) for name in common}
-    for of_set, scores in sorted(by_set.items()) if len(by_set) > 1 else ():
-        metrics |= {f"eval/{of_set}/{name}": float(values.mean()) for name, values in scores.items()}
+    common = {name: [first[name], *(s[name] for s in others)] for name in first if all(name in s for s in others)}
+    metrics = _logged("eval", common, samples_with([result for of_set in results for result in of_set.results]))
+    for of_set in sorted(results, key=lambda of_set: of_set.evaluated.name) if others else ():
+        name = of_set.evaluated.name
+        scores = {metric: [values] for metric, values in by_set[name].items()}
+        metrics |= _logged(f"eval/{name}", scores, samples_with(of_set.results))
     return metrics
+
+
+def _logged(prefix: str, scores: Mapping[str, Sequence[Tensor]], counts: Mapping[str, int]) -> dict[str, float]:
+    metrics = {f"{prefix}/{name}": float(known(torch.cat(list(parts))).mean()) for name, parts in scores.items()}
+    return metrics | {
+        f"{prefix}/samples_with/{part}": float(count) for part, count in counts.items() if f"reward/{part}" in scores
+    }

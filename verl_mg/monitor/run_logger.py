@@ -328,7 +328,7 @@ def _sample_writer(job: RunningJob, recipe: str) -> SampleWriter:
     config = job.config
     # One rank reads the files, which may be on a file system that all ranks share.
     model = broadcast_json(fingerprint(config.model.path) if dist.get_rank() == 0 else None)
-    about = FileMetadata(recipe, model, dist.get_world_size())
+    about = FileMetadata(recipe, model, dist.get_world_size(), agents=tuple(config.rollout.agent_names))
     folder, limit = config.job.folder / SAMPLES, config.record.samples_per_rank
     return SampleWriter(folder, dist.get_rank(), about, job.sample_texts, limit)
 

@@ -40,8 +40,8 @@ class SampleReader:
         self._folder = run / SAMPLES
         self._images = ImageFiles(self._folder)
 
-    def check(self, iterations: range, recipe: str, model: str) -> None:
-        """Raises UserError where an iteration is missing or incomplete, or of another recipe or model."""
+    def check(self, iterations: range, recipe: str, model: str, agents: Sequence[str]) -> None:
+        """Raises UserError where an iteration is missing or incomplete, or of another recipe, model or other agents."""
         for iteration in iterations:
             files = self._metadata_of_ranks(iteration)
             if files[0].recipe != recipe:
@@ -50,6 +50,12 @@ class SampleReader:
                 )
             if files[0].model != model:
                 raise UserError(f"{self._folder}: recorded with another model. Write the run's model into model.path.")
+            if files[0].agents != tuple(agents):
+                recorded, given = (f"[{', '.join(names)}]" for names in (files[0].agents, agents))
+                raise UserError(
+                    f"rollout.agent_names: {self._folder} was recorded with {recorded}, not {given}. Write "
+                    f"rollout.agent_names={recorded}."
+                )
 
     def columns(self, iteration: int) -> list[Columns]:
         """Returns the columns of each batch of an iteration."""

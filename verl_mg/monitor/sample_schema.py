@@ -77,6 +77,7 @@ class FileMetadata:
     ranks: int
     rows: int = 0  # rows of the iteration on this rank, recorded or not
     calls: tuple[Mapping[str, ColumnSchema], ...] = ()  # the columns of each batch as it was received
+    agents: tuple[str, ...] = ()  # names whose numbers the column `agent` has, `rollout.agent_names`
 
     def metadata(self) -> dict[bytes, bytes]:
         """Returns the metadata of the Parquet file."""
@@ -93,6 +94,7 @@ class FileMetadata:
             {name: ColumnSchema(c["kind"], c["dtype"], tuple(c["rest"])) for name, c in call.items()}
             for call in tree["calls"]
         )
+        tree["agents"] = tuple(tree.get("agents", ()))  # absent in earlier versions
         return cls(**tree)
 
 

@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from verl_mg.errors import UserError
 from verl_mg.jsonl import read_lines, replacing
+from verl_mg.stores.records import STATUS
 
 if TYPE_CHECKING:  # it imports torch, and `verl-mg status` must respond immediately
     from verl_mg.phase_timer import PhaseTimer
 
-STATUS = "status.json"
 State = Literal["starting", "running", "finished", "left", "failed"]
 
 POLL_SECONDS = 1.0  # interval at which the phase is polled; a change is written

@@ -48,8 +48,8 @@ class Replay:
     def open(cls, text: str, config: Config, recipe: str) -> Replay:
         """Returns the replay of RUN@ITERATION; all ranks call it together.
 
-        UserError where samples are missing, were recorded by another recipe or model, have not what the configuration
-        trains on, or `job.output` contains a run.
+        UserError where samples are missing, were recorded by another recipe, model or other agents, have not what the
+        configuration trains on, or `job.output` contains a run.
         """
         folder, _, number = text.rpartition("@")
         if not folder or not number.isdecimal() or not int(number):
@@ -62,7 +62,7 @@ class Replay:
         recording, checkpoint = SampleReader(run), newest_intact(LocalFolders(run / CHECKPOINTS), before=last)
         first = int(checkpoint.name) + 1 if checkpoint else 1
         model = broadcast_json(fingerprint(config.model.path) if dist.get_rank() == 0 else None)
-        recording.check(range(first, last + 1), recipe, model)
+        recording.check(range(first, last + 1), recipe, model, config.rollout.agent_names)
         for iteration in range(first, last + 1):
             for columns in recording.columns(iteration)[:1]:  # those of others may not be trained
                 _check_columns(columns, config, text)

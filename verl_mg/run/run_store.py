@@ -21,17 +21,23 @@ import torch.distributed as dist
 
 from verl_mg import device
 from verl_mg.config import JobConfig
-from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.distributed.collectives import all_gather_json, raised_together
 from verl_mg.errors import UserError
 from verl_mg.monitor.sample_schema import SAMPLES
-from verl_mg.stores.bucket import Bucket, StoreError
+from verl_mg.stores.bucket import CHECK_STORE, Bucket
 from verl_mg.stores.folders import Content, Folders, LocalFolders, StoredFile
 from verl_mg.stores.objects import MANIFEST, ObjectFolders
 from verl_mg.stores.records import CHECKPOINTS, RecordUpload, fetch_records, is_record
 from verl_mg.stores.url import ObjectUrl
 
 _STAGING = ".staging"
-_COMPLETE = ("samples/", "profile/", "engines/", "tensorboard/")  # records that a resumed run does not append to
+_COMPLETE = (
+    "samples/",
+    "profile/",
+    "engines/",
+    "tensorboard/",
+    "stalls/",
+)  # records that a resumed run does not append to
 
 
 class RunStore(ABC):
@@ -106,16 +112,14 @@ class ObjectRun(RunStore):
     def open(self) -> None:
         """Empties the local folder and fetches records; UserError where one of the two cannot be read or written."""
 
-        def fetch() -> None:
-            if self._is_first:
-                self._make_folder()
-                self._names = fetch_records(self._bucket, self._folder, _is_appended)
-                self._upload = RecordUpload(self._bucket, self._folder)
-
         try:
-            self._together(fetch)
+            with raised_together(OSError):
+                if self._is_first:
+                    self._make_folder()
+                    self._names = fetch_records(self._bucket, self._folder, _is_appended)
+                    self._upload = RecordUpload(self._bucket, self._folder)
         except OSError as error:
-            raise UserError(f"job.output: {error}. Check address, bucket and credentials of the store.") from None
+            raise UserError(f"job.output: {error.filename or self._url}: {error.strerror}. {CHECK_STORE}") from None
         self._check_shared()
 
     def _make_folder(self) -> None:
@@ -143,14 +147,15 @@ class ObjectRun(RunStore):
     def start(self, done: int) -> None:
         """Removes samples of later iterations and parts of objects, and starts the thread of the records."""
 
-        def remove() -> None:
-            self._bucket.abort_uploads()
-            self._bucket.remove(name for name in self._names if _is_of_later_samples(name, done))
-
         try:
-            self._together(remove, only_first=True)
+            with raised_together(OSError):
+                if self._rank == 0:
+                    self._bucket.abort_uploads()
+                    self._bucket.remove(name for name in self._names if _is_of_later_samples(name, done))
         except OSError as error:
-            raise UserError(f"job.output: {error}. The store has to allow that objects are removed.") from None
+            place = error.filename or self._url
+            remedy = "The store has to allow that objects are removed."
+            raise UserError(f"job.output: {place}: {error.strerror}. {remedy}") from None
         if self._upload:
             self._upload.start()
 
@@ -167,34 +172,22 @@ class ObjectRun(RunStore):
         folders, files = ObjectFolders(self._bucket, staged), dict[str, StoredFile]()
         paths = sorted(path for path in staged.rglob("*") if path.is_file())
 
-        def begin() -> None:  # a model of the same name is not complete from here on
-            self._bucket.remove([f"{name}/{MANIFEST}"])
-
-        def put() -> None:
-            for path in paths[self._rank :: self._ranks]:
-                file = path.relative_to(staged).as_posix()
-                files[file] = folders.write(name, file, _content_of(path))
-
         try:
-            self._together(begin, only_first=True)
-            self._together(put)
+            with raised_together(OSError):
+                if self._rank == 0:  # a model of the same name is not complete from here on
+                    self._bucket.remove([f"{name}/{MANIFEST}"])
+            with raised_together(OSError):
+                for path in paths[self._rank :: self._ranks]:
+                    file = path.relative_to(staged).as_posix()
+                    files[file] = folders.write(name, file, _content_of(path))
             reports = all_gather_json(files)
             written = {file: StoredFile(*of) for report in reports for file, of in report.items()}
-            self._together(lambda: folders.commit(name, written), only_first=True)
+            with raised_together(OSError):
+                if self._rank == 0:
+                    folders.commit(name, written)
         finally:
             if self._is_first:
                 shutil.rmtree(staged, ignore_errors=True)
-
-    def _together(self, work: Callable[[], None], only_first: bool = False) -> None:
-        """Does work on all ranks, or the first; the first error of any is raised on each, so that none waits for it."""
-        report: tuple[str, str] | None = None
-        try:
-            if self._rank == 0 or not only_first:
-                work()
-        except OSError as error:
-            report = (str(error.filename), str(error.strerror or error))
-        if error_of := next((each for each in all_gather_json(report) if each), None):
-            raise StoreError(*error_of)
 
     def close(self) -> None:
         """Stores the last records and removes the local folder; UserError where they cannot be stored."""

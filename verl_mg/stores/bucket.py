@@ -38,6 +38,7 @@ CONNECT_SECONDS = 10
 ATTEMPTS = 9
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 """Seconds before the second attempt, doubled for each further one, and their limit: 91 s in all."""
+CHECK_STORE = "Check bucket, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."  # remedy of its errors
 UPLOADS = 3  # uploads of an object that are begun, where the store forgets the one before
 # Names, since the modules of these classes are imported only for S3.
 _LOST = frozenset(("HTTPClientError", "ConnectionError", "IncompleteRead", "ResponseParserError", "ClientError"))
@@ -206,7 +207,8 @@ class Bucket:
             raise
         except Exception as error:  # of botocore, aiohttp and the system
             what = "the store failed" if _status(error) else "the connection was lost"
-            repeated = f"{what} in {self._attempts} attempts: " if _is_temporary(error) else ""
+            attempts = f" in {self._attempts} attempts" if self._attempts > 1 else ""
+            repeated = f"{what}{attempts}: " if _is_temporary(error) else ""
             raise StoreError(place, f"{repeated}{_reason(error)}") from None
 
 

@@ -19,13 +19,14 @@ from tempfile import TemporaryDirectory
 
 from verl_mg.errors import UserError
 from verl_mg.jsonl import replacing
-from verl_mg.stores.bucket import Bucket
+from verl_mg.stores.bucket import CHECK_STORE, Bucket
 from verl_mg.stores.url import ObjectUrl
 
 POLL_SECONDS = 10.0
 LARGE_BYTES = 2**24
 """Larger files that grow, such as logs, are put only with checkpoints and at the end."""
 CHECKPOINTS, MODEL, EXPORTS = "checkpoints", "model", "export"  # folders of a run that are not records
+STATUS = "status.json"  # the record that every run has
 _NOT_RECORDS = tuple(f"{name}/" for name in (CHECKPOINTS, MODEL, EXPORTS))
 
 log = logging.getLogger(__name__)
@@ -111,10 +112,15 @@ def run_folders(places: Sequence[str]) -> Iterator[list[Path]]:
 def _run_folder(place: str, copy: Path) -> Path:
     try:
         url = ObjectUrl.parse(place)
-        if url is None:
-            return Path(place)
-        if not fetch_records(Bucket(url, "RUN"), copy / url.name, is_record):
-            raise ValueError("it is empty. Give the job.output of a run")
-    except (ValueError, OSError) as error:
-        raise UserError(f"{place}: {getattr(error, 'strerror', None) or error}.") from None
+    except ValueError as error:
+        raise UserError(f"{place}: {error}.") from None
+    if url is None:
+        return Path(place)
+    try:
+        # One attempt: a wrong address is not to be waited for.
+        if STATUS not in Bucket(url, "RUN", attempts=1).sizes():
+            raise UserError(f"{place}: there is no run. Give the job.output of one.")
+        fetch_records(Bucket(url, "RUN"), copy / url.name, is_record)
+    except OSError as error:
+        raise UserError(f"{place}: {error.strerror or error}. {CHECK_STORE}") from None
     return copy / url.name
