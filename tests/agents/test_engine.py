@@ -362,14 +362,16 @@ def test_replies_of_agents_with_names_do_not_depend_on_who_asks_first(hf_engine,
     assert first == replies("critic", "solver") and first["solver"] != first["critic"]
 
 
-def test_agents_whose_names_end_with_numbers_have_their_own_seeds(hf_engine, run_agents):
+def test_agents_with_numbers_in_their_names_draw_different_replies(hf_engine, run_agents):
     async def agent(session: Session, sample: Any) -> None:
         for name in ("player", "player1"):
             for _ in range(12):
                 await ask(session, session.messages, model=name, max_tokens=9)
 
     (sample,), _ = run_agents(hf_engine, agent, 1, names=["player", "player1"])
-    by_agent = {name: [turn.reply for turn in sample.trajectory.turns if turn.model == name] for name in ("player", "player1")}
+    by_agent = {
+        name: [turn.reply for turn in sample.trajectory.turns if turn.model == name] for name in ("player", "player1")
+    }
     assert by_agent["player"][10] != by_agent["player1"][0] and by_agent["player"][11] != by_agent["player1"][1]
 
 

@@ -17,15 +17,16 @@ import torch.distributed as dist
 
 from tests.helpers.json_lines import read_lines
 from tests.helpers.machine import Machine
-from tests.helpers.rank_pool import RankError, RankPool
+from tests.helpers.rank_pool import RankError, RankPool, refusal
 from tests.helpers.s3_server import BUCKET
 from tests.helpers.tiny_jobs import metrics_of
 from tests.helpers.waiting import wait_until
 from tests.run.jobs import resumable_job
 from verl_mg.checkpoint.safetensors_file import SafetensorsFile
 from verl_mg.cli import main
+from verl_mg.run.checkpointer import newest_intact
 from verl_mg.stores.bucket import CHECK_STORE, PART_BYTES, Bucket
-from verl_mg.stores.objects import MANIFEST
+from verl_mg.stores.objects import MANIFEST, ObjectFolder, ObjectFolders
 from verl_mg.stores.records import fetch_records
 from verl_mg.stores.url import ObjectUrl
 
@@ -183,6 +184,37 @@ def test_place_that_has_no_run_is_an_error_of_one_line(s3, tmp_path, arguments, 
     assert ended.returncode == 2 and ended.stdout == ""
     assert ended.stderr.startswith(f"error: {message}") and ended.stderr.count("\n") == 1
     assert ended.stderr.endswith((f"{CHECK_STORE}\n", "of one.\n", "Copy the folder first.\n"))
+
+
+class LostAfterListing(ObjectFolders):
+    """Folders of a store that a rank cannot reach after they were listed."""
+
+    def __init__(self, url: ObjectUrl, local: Path, loses: bool) -> None:
+        super().__init__(Bucket(url), local)
+        self._loses = loses
+
+    def open(self, name: str) -> ObjectFolder:
+        if self._loses:
+            os.environ["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"  # read at the first request
+            self._bucket = Bucket(self._bucket.url, attempts=2, first_wait_s=0.01)
+        return super().open(name)
+
+
+def newest_of_lost(variables: Mapping[str, str], url: ObjectUrl, local: Path, all_lose: bool) -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        rank = dist.get_rank()
+        return refusal(newest_intact, LostAfterListing(url, local / str(rank), all_lose or rank == 1))
+
+
+@pytest.mark.parametrize("all_lose", [True, False])
+def test_checkpoints_of_a_store_that_is_lost_while_they_are_checked_are_not_skipped(ranks, s3, tmp_path, all_lose):
+    # After the first test of the file: the checkpoints are there.
+    url = ObjectUrl(BUCKET, "runs/stored/checkpoints")
+    messages = ranks.run(2, newest_of_lost, s3.variables, url, tmp_path, all_lose)
+    assert len(set(messages)) == 1 and messages[0].startswith(f"{url}/000004/manifest.json: the connection was lost")
+    assert messages[0].endswith(". Start again when the store can be read.")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tests.helpers.s3_server import BUCKET
 from tests.helpers.waiting import wait_until
 from verl_mg.errors import UserError
 from verl_mg.stores.bucket import Bucket, StoreError
-from verl_mg.stores.folders import StoredFile
+from verl_mg.stores.folders import SUMS, StoredFile, UnreadableError
 from verl_mg.stores.objects import MANIFEST, ObjectFolders
 from verl_mg.stores.records import run_folders
 from verl_mg.stores.url import ObjectUrl
@@ -108,6 +108,21 @@ def test_folder_that_is_written_again_is_read_again(bucket, tmp_path):
     for content in (b"first", b"second"):
         folders.commit("000001", {"a": folders.write("000001", "a", [content])})
         assert folders.open("000001").file("a").read_bytes() == content
+
+
+def test_folder_of_a_lost_store_is_unreadable_and_not_damaged(bucket, tmp_path, monkeypatch):
+    folders = ObjectFolders(bucket, tmp_path / "first")
+    written = folders.write("000001", "a", [b"content"])
+    folders.commit("000001", {"a": written})
+    known = folders.open("000001")
+    assert known.problem_of(SUMS, known._manifest[SUMS].sha256) == ""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    lost = Bucket(bucket.url, attempts=2, first_wait_s=0.01)
+    fresh, known._bucket = ObjectFolders(lost, tmp_path / "second").open("000001"), lost
+    for folder, name in ((fresh, MANIFEST), (known, "a")):
+        remedy = r"the connection was lost in 2 attempts: .*\. Start again when the store can be read\."
+        with pytest.raises(UnreadableError, match=rf"^{bucket.url}/000001/{name}: {remedy}$"):
+            folder.problem_of("a", written.sha256)
 
 
 def test_store_without_its_package_raises(monkeypatch):

@@ -2,10 +2,10 @@
 
     python -m tools.bench.bench_learning support|centering [--seeds 5] [--iterations 60]
 
-support: draws with `rollout.top_p=0.9`, trained on their candidates or on the whole vocabulary, with the hf engine in
-one process of one thread. centering: asynchronous with SGLang, two ranks with one thread each, weights up to 4 updates
-old and a doubled learning rate, so that they differ: without correction, with token weights, with score centering, and
-with both. Prints the mean reward of each sixth of the run, with the standard deviation over the seeds,
+Draws are with `rollout.top_p=0.9`. support: trained on their candidates or on the whole vocabulary, with the hf engine
+in one process of one thread. centering: asynchronous with SGLang, two ranks with one thread each, weights up to 4
+updates old and a doubled learning rate, so that they differ: without correction, with token weights, with score
+centering, and with both. Prints the mean reward of each sixth of the run, with the standard deviation over the seeds,
 and the largest mean |log-prob of the trainer - of the engine| of an iteration.
 """
 
@@ -28,7 +28,7 @@ from verl_mg.run.loop import FULL_RUN, train
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 STALE = ["rollout.engine=sglang", "rollout.num_ranks=1", "rollout.mode=async", "rollout.max_staleness=4"]
-COMMON = {"support": ["rollout.top_p=0.9"], "centering": [*STALE, "actor.optimizer.lr=0.006"]}
+COMMON = {"support": [], "centering": [*STALE, "actor.optimizer.lr=0.006"]}
 """Overrides of every way, by comparison."""
 WEIGHT, CENTERING = "algorithm.off_policy.weight=token", "algorithm.off_policy.score_centering=8"
 WAYS = {
@@ -68,6 +68,7 @@ def _train_all(rank: int, store: Store, folder: Path, comparison: str, seeds: in
                 f"model.path={folder / 'model'}",
                 f"data.train={folder / 'data' / 'train.jsonl'}",
                 f"data.test={folder / 'data' / 'test.jsonl'}",
+                "rollout.top_p=0.9",
                 *COMMON[comparison],
                 *overrides,
                 *(f"job.{key}" for key in (f"seed={seed}", f"output={folder / run}", f"iterations={iterations}")),

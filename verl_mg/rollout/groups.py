@@ -77,7 +77,7 @@ class RolloutState(StoredRecord):
     versions: list[int] = Field(default_factory=list)
     """Newest policy versions of the engines, in order; for asynchronous rollouts."""
     drawn: dict[str, Any] = Field(default_factory=dict)
-    """How the samples were drawn, see `how_drawn`; {} where it is not known."""
+    """Keys and values of `how_drawn`, of all samples; {} where they are not known."""
 
     def changed(self, drawn: Mapping[str, Any]) -> list[str]:
         """Returns the keys of a job that draws samples in another way; `drawn` is its `how_drawn`."""

@@ -31,7 +31,7 @@ from verl_mg.distributed.collectives import all_gather_json, broadcast_json, gat
 from verl_mg.errors import UserError
 from verl_mg.job.job import RunningJob
 from verl_mg.run.job_state import JOB, CheckpointState, StateCollector, read_state
-from verl_mg.stores.folders import SUMS, Folders, StoredFile, StoredFolder
+from verl_mg.stores.folders import SUMS, Folders, StoredFile, StoredFolder, UnreadableError
 
 _RANK_FILE = re.compile(r"rank-(\d+)\.safetensors")
 _SUM_LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)")
@@ -145,8 +145,8 @@ class AsyncCheckpointer:
         # Last, so that a crash in between leaves one checkpoint more, never one less.
         try:
             _prune(self._folders, name, self._config.keep, self._config.best is not None)
-        except OSError as error:
-            log.warning("%s: old checkpoints are not removed (%s)", self._folders, error.strerror or error)
+        except (OSError, UnreadableError) as error:
+            log.warning("%s: old checkpoints are not removed (%s)", self._folders, getattr(error, "strerror", error))
         return ""
 
     def _reason(self, error: OSError, name: str) -> str:
@@ -162,7 +162,7 @@ def newest_intact(folders: Folders, before: int | None = None) -> StoredFolder |
     """Returns the newest checkpoint whose files match their sums, or None where there is none.
 
     All ranks call it together and share the reading. Damaged checkpoints are logged and skipped; UserError where all
-    are damaged.
+    are damaged, or one cannot be read now.
     """
     # One listing for all: the checks of each name are collectives.
     names = broadcast_json(_listed(folders) if dist.get_rank() == 0 else None)
@@ -195,8 +195,12 @@ def _prune(folders: Folders, newest: str, keep: int | None, keep_best: bool) -> 
     if keep_best:
         scores: dict[str, float] = {}
         for name in names:
-            with suppress(UserError):  # a damaged one has no score
+            try:
                 scores |= {} if (score := read_state(folders.open(name)).score) is None else {name: score}
+            except UnreadableError:
+                raise
+            except UserError:  # a damaged one has no score
+                continue
         kept |= {max(scores, key=lambda name: (scores[name], name))} if scores else set()
     for name in names:
         if name not in kept:
@@ -209,16 +213,25 @@ def _prune(folders: Folders, newest: str, keep: int | None, keep_best: bool) -> 
 def _problem_of(folder: StoredFolder) -> str:
     """Returns what is wrong with a checkpoint, the same on every rank, or ""; ranks share the files."""
     digests: dict[str, str] = {}
-    problem = ""
+    problem = unread = ""
     if dist.get_rank() == 0:
         try:
             digests = _read_sums(folder)
+        except UnreadableError as error:
+            unread = str(error)
         except UserError as error:
             problem = str(error)
     digests = broadcast_json(digests)
     names = (name for name in sorted(digests) if _checking_rank(name, dist.get_world_size()) == dist.get_rank())
-    problem = problem or next((text for name in names if (text := folder.problem_of(name, digests[name]))), "")
-    return next((text for text in all_gather_json(problem) if text), "")
+    try:
+        problem = problem or next((text for name in names if (text := folder.problem_of(name, digests[name]))), "")
+    except UnreadableError as error:
+        unread = str(error)
+    reports: list[tuple[str, str]] = all_gather_json((problem, unread))
+    # A store that is lost for minutes must not cost the newest checkpoints.
+    if unread := next((text for _, text in reports if text), ""):
+        raise UserError(unread)
+    return next((text for text, _ in reports if text), "")
 
 
 def _checking_rank(name: str, ranks: int) -> int:

@@ -64,7 +64,7 @@ class Replay:
         model = broadcast_json(fingerprint(config.model.path) if dist.get_rank() == 0 else None)
         recording.check(range(first, last + 1), recipe, model, config.rollout.agent_names)
         for iteration in range(first, last + 1):
-            for columns in recording.columns(iteration)[:1]:  # those of others may not be trained
+            for columns in recording.columns(iteration)[:1]:  # further batches may not be trained
                 _check_columns(columns, config, text)
         return cls(recording, checkpoint, last)
 

@@ -57,6 +57,10 @@ class StoreError(OSError):
         return f"{self.filename}: {self.strerror}"
 
 
+class UnansweredError(StoreError):
+    """A request that a store has not carried out, which says nothing about the objects."""
+
+
 class Bucket:
     """The objects below a URL; `key` is the configuration key that has it, for messages."""
 
@@ -169,7 +173,7 @@ class Bucket:
         try:
             return self._call(below, method, Prefix=prefix, **arguments)
         except FileNotFoundError as error:  # the bucket
-            raise StoreError(str(self.url), _reason(error)) from None
+            raise UnansweredError(str(self.url), _reason(error)) from None
 
     def _of_object(self, name: str, method: str, **arguments: Any) -> Any:
         return self._call(name, method, Key=self._key_of(name), **arguments)
@@ -183,7 +187,7 @@ class Bucket:
         return content
 
     def _retried(self, name: str, request: Callable[[], T]) -> T:
-        """Returns the result of a request; FileNotFoundError where the object is absent, StoreError otherwise."""
+        """Returns the result of a request; FileNotFoundError where the object is absent, else UnansweredError."""
         place = f"{self.url}/{name}"
 
         def warn(state: RetryCallState) -> None:
@@ -209,7 +213,7 @@ class Bucket:
             what = "the store failed" if _status(error) else "the connection was lost"
             attempts = f" in {self._attempts} attempts" if self._attempts > 1 else ""
             repeated = f"{what}{attempts}: " if _is_temporary(error) else ""
-            raise StoreError(place, f"{repeated}{_reason(error)}") from None
+            raise UnansweredError(place, f"{repeated}{_reason(error)}") from None
 
 
 def _connect(url: ObjectUrl, key: str) -> S3FileSystem:

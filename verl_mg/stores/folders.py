@@ -18,6 +18,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from verl_mg.errors import UserError
+
 Content = bytes | memoryview
 
 SUMS = "SHA256SUMS"  # file with the sums of all others, in the format of `sha256sum`
@@ -31,8 +33,12 @@ class StoredFile(NamedTuple):
     size: int
 
 
+class UnreadableError(UserError):
+    """A folder that cannot be read now, and may be intact."""
+
+
 class StoredFolder(ABC):
-    """A complete folder; its text is its place, for messages."""
+    """A complete folder; its text is its place, for messages. UnreadableError where its store does not answer."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from verl_mg.jsonl import replacing
-from verl_mg.stores.bucket import Bucket, StoreError
-from verl_mg.stores.folders import SUMS, Content, Folders, StoredFile, StoredFolder, sums_of
+from verl_mg.stores.bucket import Bucket, StoreError, UnansweredError
+from verl_mg.stores.folders import SUMS, Content, Folders, StoredFile, StoredFolder, UnreadableError, sums_of
 
 MANIFEST = "manifest.json"
 
@@ -40,7 +41,7 @@ class ObjectFolder(StoredFolder):
         if name not in self._manifest:
             raise self._error(name, f"{MANIFEST} does not name it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as partial:
+        with replacing(path) as partial, _answered():
             try:
                 fetched = self._bucket.fetch(f"{self.name}/{name}", partial, self._manifest[name].size)
             except FileNotFoundError:
@@ -63,16 +64,26 @@ class ObjectFolder(StoredFolder):
 
     @cached_property
     def _manifest(self) -> Mapping[str, StoredFile]:
-        try:
-            content: dict[str, Any] = json.loads(self._bucket.read(f"{self.name}/{MANIFEST}"))
-            manifest = {name: StoredFile(str(sha256), int(size)) for name, (sha256, size) in content.items()}
-        except (ValueError, TypeError, AttributeError, OverflowError, FileNotFoundError) as error:
-            raise self._error(MANIFEST, f"not a manifest ({error})") from None
-        _check_sizes(self._bucket, self.name, manifest)
+        with _answered():
+            try:
+                content: dict[str, Any] = json.loads(self._bucket.read(f"{self.name}/{MANIFEST}"))
+                manifest = {name: StoredFile(str(sha256), int(size)) for name, (sha256, size) in content.items()}
+            except (ValueError, TypeError, AttributeError, OverflowError, FileNotFoundError) as error:
+                raise self._error(MANIFEST, f"not a manifest ({error})") from None
+            _check_sizes(self._bucket, self.name, manifest)
         return manifest
 
     def _error(self, name: str, reason: str) -> StoreError:
         return StoreError(f"{self}/{name}", reason)
+
+
+@contextmanager
+def _answered() -> Iterator[None]:
+    """Raises an UnreadableError where the store does not answer: otherwise objects would count as damaged."""
+    try:
+        yield
+    except UnansweredError as error:
+        raise UnreadableError(f"{error}. Start again when the store can be read.") from None
 
 
 def _check_sizes(bucket: Bucket, folder: str, files: Mapping[str, StoredFile]) -> set[str]:

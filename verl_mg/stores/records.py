@@ -93,7 +93,7 @@ def fetch_records(bucket: Bucket, folder: Path, wanted: Callable[[str], bool]) -
     """Copies the objects with a `wanted` name into a folder; returns the names of all that there are."""
     sizes = bucket.sizes()
     for name, size in sizes.items():
-        # Whoever writes to the bucket chooses names: none may leave the folder, and those of "folders" are no files.
+        # Whoever writes to the bucket chooses names: none may leave the folder, and the names of folders are no files.
         if wanted(name) and {"", ".", ".."}.isdisjoint(name.split("/")):
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
