@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.helpers.roles import build_role
 from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows, tiny_model
+from tests.run.jobs import built_job, make_inputs
 from verl_mg.config import OptimizerConfig
 from verl_mg.distributed.collectives import all_reduce_sum
 from verl_mg.fsdp.mesh import MeshGroups
@@ -200,3 +201,19 @@ def test_score_centering_equals_sums_over_the_vocabulary_in_any_layout(ranks, mo
             assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=5e-5), (backend, layout)
             assert metrics["actor/centering_mass"] == pytest.approx(mass, rel=1e-5)
             assert all(torch.allclose(column, by_row[row], atol=2e-5) for row, column in outputs.items())
+
+
+def generated(inputs):
+    """Shape of the likeliest tokens of a batch, and the probability that they have in all, as far as it is scored."""
+    job = built_job(inputs, "algorithm.off_policy.score_centering=1000")
+    job.start()
+    batch = job.rollout.generate(job.prompts.next_batch(2), num_samples=2)
+    job.close()
+    top = batch["sampler_top"]
+    return tuple(top.shape[1:]), top[batch["loss_mask"], 0].exp().sum(1).tolist()
+
+
+def test_score_centering_by_more_tokens_than_there_are_takes_the_vocabulary(ranks, tmp_path):
+    inputs = make_inputs(tmp_path)
+    (shape, sums), *_ = ranks.run(1, generated, inputs)
+    assert shape == (2, read_config(inputs / "model").vocab) and sums == pytest.approx([1.0] * len(sums))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.rank_pool import job_store
+from tests.helpers.rank_pool import job_store, refusal
 from tests.helpers.tiny_jobs import files_of, write_sums
-from tests.helpers.tiny_models import tiny_model
+from tests.helpers.tiny_models import tiny_model, vision_model
 from verl_mg.config import load_config
 from verl_mg.errors import UserError
 from verl_mg.job.job import RunningJob
@@ -65,6 +65,14 @@ def recipe_file(tmp_path: Path, *lines: str, head: str = HEAD) -> Path:
     recipe = tmp_path / "broken.py"
     recipe.write_text(head + "".join(f"    {line}\n" for line in lines))
     return recipe
+
+
+def test_role_of_a_family_that_megatron_has_not_names_the_backend_to_write(ranks, inputs, tmp_path):
+    model = vision_model("qwen3_vl")
+    changes = ("reference.ranks=0", f"model.path={model}", "actor.backend=fsdp")
+    (error,) = ranks.run(1, refusal, run_iteration, recipe_file(tmp_path), inputs, changes)
+    begin = f"reference.backend=megatron: {model / 'config.json'}: model_type 'qwen3_vl' is not supported. Choose from "
+    assert error.startswith(begin) and error.endswith(". Or write reference.backend=fsdp.")
 
 
 GENERATING = """

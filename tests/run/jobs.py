@@ -84,10 +84,11 @@ def samples_of(output: Path, iteration: int) -> list[dict[str, Any]]:
     return [row for file in files for row in parquet.read_table(file).to_pylist()]
 
 
-def built_job(inputs: Path, **options: Any) -> RunningJob:
+def built_job(inputs: Path, *overrides: str, **options: Any) -> RunningJob:
     """A job of GRPO on this rank that has not started."""
     recipe = load_recipe("grpo")
     settings = [*files_of(inputs, inputs), f"reward.function={inputs / 'reward.py'}:score", "rollout.max_new_tokens=6"]
+    settings += overrides
     config = load_config(None, settings, recipe.config)
     return RunningJob(config, requested_roles(recipe, config), job_store(), **options)
 

@@ -75,7 +75,7 @@ class Context:
 
     tokens: tuple[int, ...]  # all tokens that the engine is given
     kept: int  # number of these that are known from earlier requests
-    new_messages: tuple[dict[str, Any], ...]  # messages that no earlier request or reply has
+    new_messages: tuple[dict[str, Any], ...]  # messages that no earlier request or reply of the agent has
     segment: int | None  # number of the segment whose first tokens are kept
     rendered: str
     keys: tuple[bytes, ...]  # keys of the tools, and of each beginning of the messages with them
@@ -88,12 +88,16 @@ class ConversationHistory:
 
     Agents may continue any earlier request, so the segments are branches of a tree: `Segment.prefix_of` is the parent.
     Each agent with a name has its own segments, in which replies of others are observations as the request has written
-    them; segments of two agents share the tokens that both begin with.
+    them. Agents may ask at the same time, so nothing depends on whose reply is first: segments are in the order of
+    `agents`, the names, and an agent's first ones share the tokens that both begin with those of agents before it.
     """
 
-    def __init__(self, renderer: ConversationRenderer) -> None:
+    def __init__(self, renderer: ConversationRenderer, agents: Sequence[str] = ()) -> None:
         self._renderer = renderer
+        self._agents = {name: number for number, name in enumerate(agents)}
         self._segments: list[Segment] = []
+        self._contexts: list[int] = []
+        """Tokens in front of the first reply of each segment."""
         # Known replies by agent and the messages up to and with the reply.
         self._replies: dict[tuple[str, bytes], list[_KnownReply]] = defaultdict(list)
         # Known replies by the messages in front of them.
@@ -111,7 +115,7 @@ class ConversationHistory:
         tokens = (*(self._segments[known.segment].tokens[:length] if known else ()), *new)
         if not tokens:
             raise RequestError(400, "messages: the chat template makes no text of them. Add a message.", "messages")
-        known_here = ((call.agent, key) in self._replies or key in self._prompts for key in keys)
+        known_here = ((call.agent, key) in self._replies or self._own(key, call.agent) for key in keys)
         seen = max((i for i, is_known in enumerate(known_here) if is_known), default=0)
         number = known.segment if known else None
         return Context(tokens, length, call.messages[seen:], number, rendered, keys, images, call.agent)
@@ -126,8 +130,8 @@ class ConversationHistory:
                 if (end := self._end_of(known, rendered, messages[:i], call.tools)) is not None:
                     return known, known.length, end
             # The reply was rewritten or is another one, but the conversation in front of it is the same.
-            for known in reversed(self._prompts.get(keys[i], ())):
-                if self._segments[known.segment].agent == call.agent and known.prompt.begins(rendered):
+            for known in reversed(self._own(keys[i], call.agent)):
+                if known.prompt.begins(rendered):
                     return known, known.prompt_length, rendered[known.prompt.length :]
         return None, 0, rendered
 
@@ -180,8 +184,22 @@ class ConversationHistory:
         return number
 
     def segments(self) -> tuple[Segment, ...]:
-        """Returns all segments as they are now."""
-        return tuple(self._segments)
+        """Returns all segments as they are now, in their `order`."""
+        order, segments = self.order(), list[Segment]()
+        places = {number: place for place, number in enumerate(order)}
+        for number in order:
+            segment = self._segments[number]
+            source, kept = segment.prefix_of, segment.prefix_length
+            if source is None:
+                source, kept = _longest_shared(segment, self._contexts[number], segments)
+            else:
+                source = places[source]
+            segments.append(replace(segment, prefix_of=source, prefix_length=kept))
+        return tuple(segments)
+
+    def order(self) -> list[int]:
+        """Returns the numbers that `add` has given to segments in the order of their agents, of one as they began."""
+        return sorted(range(len(self._segments)), key=lambda number: self._agents.get(self._segments[number].agent, 0))
 
     def _end_of(
         self, known: _KnownReply, rendered: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
@@ -204,7 +222,7 @@ class ConversationHistory:
         """Returns the number of the agent's segment that a context continues, of a new one where a reply has."""
         source, kept = context.segment, context.kept
         if source is None:
-            source, kept = self._sharing(context)
+            source, kept = self._sharing(context, agent)
         if source is not None and len(self._segments[source].tokens) == kept and self._segments[source].agent == agent:
             return source
         number = len(self._segments)
@@ -223,22 +241,25 @@ class ConversationHistory:
         tokens = context.tokens[:kept]
         begun = Segment(tokens, *unscored, False, source, kept, routed, agent=agent, selected_keys=keys)
         self._segments.append(begun)
+        self._contexts.append(len(context.tokens))
         return number
 
-    def _sharing(self, context: Context) -> tuple[int | None, int]:
-        """Returns the number of a segment whose first tokens a context repeats although none were known, and how many.
+    def _sharing(self, context: Context, agent: str) -> tuple[int | None, int]:
+        """Returns the number of the agent's segment whose first tokens a context repeats although none were known, and
+        how many.
 
-        The template has rewritten the end of the prompt itself, another request for the same reply was first, or the
-        segment is of another agent.
+        The template has rewritten the end of the prompt itself, or another request for the same reply was first.
         """
         # Tokens that two segments share are computed once in training, so the common prefix is worth finding.
         for key in reversed(context.keys):
-            if known := self._prompts.get(key):
-                number = known[-1].segment
-                pairs = zip(self._segments[number].tokens, context.tokens, strict=False)
-                kept = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-                return (number, kept) if kept else (None, 0)
+            if own := self._own(key, agent):
+                kept = _num_shared(self._segments[own[-1].segment].tokens, context.tokens)
+                return (own[-1].segment, kept) if kept else (None, 0)
         return None, 0
+
+    def _own(self, key: bytes, agent: str) -> list[_KnownReply]:
+        """Returns the agent's known replies to messages."""
+        return [known for known in self._prompts.get(key, ()) if self._segments[known.segment].agent == agent]
 
     def _with_reasoning(self, call: Call, keys: Sequence[bytes]) -> list[dict[str, Any]]:
         """Returns the messages with the reasoning of known replies, which most clients of OpenAI do not send back."""
@@ -249,6 +270,25 @@ class ConversationHistory:
                 message = {**message, "reasoning_content": known[-1].reasoning}
             restored.append(message)
         return restored
+
+
+def _longest_shared(segment: Segment, length: int, before: Sequence[Segment]) -> tuple[int | None, int]:
+    """Returns which of the segments before, of other agents, shares most of the first `length` tokens, and how many.
+
+    The latest of several: those before may be of agents that are not trained.
+    """
+    source, most = None, 0
+    for place, other in enumerate(before):
+        images = min(len(other.images), len(segment.images))
+        if other.agent != segment.agent and other.images[:images] == segment.images[:images]:
+            kept = _num_shared(other.tokens, segment.tokens[:length])
+            if kept and kept >= most:
+                source, most = place, kept
+    return source, most
+
+
+def _num_shared(tokens: Sequence[int], others: Sequence[int]) -> int:
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(tokens, others, strict=False))))
 
 
 def _prefix_keys(call: Call) -> tuple[bytes, ...]:

@@ -59,7 +59,10 @@ class OpenSession:
 
     def trajectory(self, reward: Reward | None, error: str) -> Trajectory:
         """Returns everything that was recorded; `error` says why the agent failed."""
-        return Trajectory(self.history.segments(), tuple(self.turns), reward, self.log, error)
+        places = {number: place for place, number in enumerate(self.history.order())}
+        turns = sorted(self.turns, key=lambda turn: turn.started)  # replies were complete in any order
+        placed = tuple(replace(turn, segment=places[turn.segment]) for turn in turns)
+        return Trajectory(self.history.segments(), placed, reward, self.log, error)
 
 
 class Sessions:
@@ -92,7 +95,7 @@ class Sessions:
         """Opens a session for a sample; from any thread."""
         # Another id for each attempt: requests of programs that an earlier attempt has started are refused.
         name = f"{request.id}-{next(self._numbers)}"
-        history, memory = ConversationHistory(self._renderer), SessionMemory(self._image_limits)
+        history, memory = ConversationHistory(self._renderer, self.agents), SessionMemory(self._image_limits)
         session = OpenSession(name, secrets.token_urlsafe(24), request, sampling, history, memory)
         self._open[name] = session
         return session

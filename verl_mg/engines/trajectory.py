@@ -85,8 +85,8 @@ class Trajectory:
     """Everything that an agent has done for one sample. Each generated token of a trained model has its policy version
     in exactly one segment."""
 
-    segments: tuple[Segment, ...]  # the sequences, in the order in which they began
-    turns: tuple[ConversationTurn, ...]
+    segments: tuple[Segment, ...]  # the sequences, by agent, of each in the order in which they began
+    turns: tuple[ConversationTurn, ...]  # in the order in which the requests began
     reward: Reward | None  # reward that the agent returned; None: the reward function of the job scores the sample
     log: str = ""  # end of the agent's output
     error: str = ""  # reason why the agent failed, one line; "" where it has not

@@ -55,7 +55,9 @@ def engine_part(placement: EnginePlacement, rank: int, node: int) -> EnginePart 
     return None
 
 
-def training_sampling(config: Config, stop_token_ids: tuple[int, ...], excluded: tuple[int, ...]) -> Sampling:
+def training_sampling(
+    config: Config, vocab: int, stop_token_ids: tuple[int, ...], excluded: tuple[int, ...]
+) -> Sampling:
     """Returns the sampling of training; a context with an `excluded` token, a placeholder of an image, is invalid."""
     rollout = config.rollout
     return Sampling(
@@ -68,7 +70,7 @@ def training_sampling(config: Config, stop_token_ids: tuple[int, ...], excluded:
         stop=tuple(rollout.stop),
         excluded_token_ids=excluded,
         returns_support=config.algorithm.support != "full",
-        top_logprobs=config.sampler_top,
+        top_logprobs=min(config.sampler_top, vocab),
     )
 
 

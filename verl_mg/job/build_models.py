@@ -13,6 +13,7 @@ from verl_mg.data.prompts import Prompt
 from verl_mg.errors import UserError
 from verl_mg.job.backends import BACKENDS, Training, naming
 from verl_mg.layout import Placement, parse_ranks
+from verl_mg.models.hf_config import UnknownFamilyError
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import (
     Actor,
@@ -69,7 +70,10 @@ class ModelRoleBuilder:
             where = f" on {key}.ranks={section.ranks}" if section.ranks else remark
             with naming(f"{key}.layout={section.layout}{where}: "):
                 ranks = len(self._ranks_of(role))
-            self._backends[section.backend].check(self._spec(role), section, ranks, key, where)
+            try:
+                self._backends[section.backend].check(self._spec(role), section, ranks, key, where)
+            except UnknownFamilyError as error:
+                raise UserError(f"{key}.backend={section.backend}: {error} Or write {key}.backend=fsdp.") from None
 
     def check_images(self, roles: Set[str], prompts: Iterable[Prompt]) -> None:
         """Checks that the backends of roles take the images of prompts; Megatron trains only language models."""

@@ -447,7 +447,7 @@ class RunningJob:
         of_test = {of_set.name: int(of_set.sampling["max_new_tokens"]) for of_set in self._sets}
         longest_test = longest_row(self.test_prompts or (), of_test, new_tokens, model.max_positions)
         excluded = self.processor.placeholder_ids if self.processor else ()
-        sampling = training_sampling(self.config, self._stops.ids, excluded)
+        sampling = training_sampling(self.config, model.vocab, self._stops.ids, excluded)
         if config.has_agents:
             limits = ImageLimits(self.config.data.max_image_pixels, self.config.data.max_images)
             wrap = agent_wrapper(config, self.tokenizer, self._stops.ids, model.max_positions, self.processor, limits)

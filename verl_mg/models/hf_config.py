@@ -190,6 +190,10 @@ def other_choice(model: str | Path) -> str:
     return "Use backend: megatron, or another model."
 
 
+class UnknownFamilyError(UserError):
+    """A model of a family that has no weight table."""
+
+
 def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
     """Parses the decoded JSON of a config.json; UserError for a field that is missing or not supported."""
     if not isinstance(raw, dict):
@@ -203,7 +207,7 @@ def parse_config(raw: Any, where: str = "config.json") -> HFConfig:
         kind, prefix, raw = VISION_LANGUAGE[kind], LANGUAGE_MODEL, _text_fields(raw, where)
     if kind not in FAMILIES:
         known = ", ".join((*FAMILIES, *VISION_LANGUAGE))
-        raise UserError(f"{where}: model_type {kind!r} is not supported. Choose from {known}.")
+        raise UnknownFamilyError(f"{where}: model_type {kind!r} is not supported. Choose from {known}.")
     family = FAMILIES[kind]
     raw = DEFAULTS.get(kind, {}) | raw | {"model_type": kind}
     check_supported(raw, family, where)
