@@ -88,10 +88,10 @@ def test_objects_that_a_store_does_not_remove_are_an_error(bucket):
 def test_records_are_fetched_without_names_that_are_no_files_of_the_folder(bucket, tmp_path):
     outside = tmp_path / "outside"
     # The first two are what the console of S3 makes of folders.
-    for name in ("", "samples/", "samples/../../../outside", str(outside), "metrics.jsonl"):
-        bucket.put(name, [b"{}\n" if name == "metrics.jsonl" else b""])
+    for name in ("", "samples/", "samples/../../../outside", str(outside), "status.json"):
+        bucket.put(name, [b"{}\n" if name == "status.json" else b""])
     with run_folders([str(bucket.url)]) as (folder,):
-        assert [path.name for path in folder.rglob("*")] == ["metrics.jsonl"]
+        assert [path.name for path in folder.rglob("*")] == ["status.json"]
         assert not (folder.parent.parent / "outside").exists() and not outside.exists()
 
 
