@@ -266,8 +266,8 @@ class ConversationHistory:
         restored: list[dict[str, Any]] = []
         for message, key in zip(call.messages, keys[1:], strict=True):
             known = self._replies.get((call.agent, key))
-            if known and knknown[-1].reasoning and "reasoning_content" not in message:
-                message = {**message, "reasoning_content": knknown[-1].reasoning}
+            if known and known[-1].reasoning and "reasoning_content" not in message:
+                message = {**message, "reasoning_content": known[-1].reasoning}
             restored.append(message)
         return restored
 
