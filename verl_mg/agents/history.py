@@ -89,7 +89,7 @@ class ConversationHistory:
     Agents may continue any earlier request, so the segments are branches of a tree: `Segment.prefix_of` is the parent.
     Each agent with a name has its own segments, in which replies of others are observations as the request has written
     them. Agents may ask at the same time, so nothing depends on whose reply is first: segments are in the order of
-    `agents`, the names, and an agent's first ones share the tokens that both begin with those of agents before it.
+    `agents`, the names, and an agent's first ones share the tokens with which a segment of an earlier agent begins.
     """
 
     def __init__(self, renderer: ConversationRenderer, agents: Sequence[str] = ()) -> None:
@@ -115,7 +115,7 @@ class ConversationHistory:
         tokens = (*(self._segments[known.segment].tokens[:length] if known else ()), *new)
         if not tokens:
             raise RequestError(400, "messages: the chat template makes no text of them. Add a message.", "messages")
-        known_here = ((call.agent, key) in self._replies or self._own(key, call.agent) for key in keys)
+        known_here = ((call.agent, key) in self._replies or self._replies_of(key, call.agent) for key in keys)
         seen = max((i for i, is_known in enumerate(known_here) if is_known), default=0)
         number = known.segment if known else None
         return Context(tokens, length, call.messages[seen:], number, rendered, keys, images, call.agent)
@@ -130,7 +130,7 @@ class ConversationHistory:
                 if (end := self._end_of(known, rendered, messages[:i], call.tools)) is not None:
                     return known, known.length, end
             # The reply was rewritten or is another one, but the conversation in front of it is the same.
-            for known in reversed(self._own(keys[i], call.agent)):
+            for known in reversed(self._replies_of(keys[i], call.agent)):
                 if known.prompt.begins(rendered):
                     return known, known.prompt_length, rendered[known.prompt.length :]
         return None, 0, rendered
@@ -252,12 +252,12 @@ class ConversationHistory:
         """
         # Tokens that two segments share are computed once in training, so the common prefix is worth finding.
         for key in reversed(context.keys):
-            if own := self._own(key, agent):
-                kept = _num_shared(self._segments[own[-1].segment].tokens, context.tokens)
-                return (own[-1].segment, kept) if kept else (None, 0)
+            if replies := self._replies_of(key, agent):
+                kept = _num_shared(self._segments[replies[-1].segment].tokens, context.tokens)
+                return (replies[-1].segment, kept) if kept else (None, 0)
         return None, 0
 
-    def _own(self, key: bytes, agent: str) -> list[_KnownReply]:
+    def _replies_of(self, key: bytes, agent: str) -> list[_KnownReply]:
         """Returns the agent's known replies to messages."""
         return [known for known in self._prompts.get(key, ()) if self._segments[known.segment].agent == agent]
 
