@@ -223,6 +223,9 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
         (lambda c: c.support != "full" and c.drafts,
          "with {value} engines do not report the candidates of drafted tokens. Leave it out, or write "
          "algorithm.support=full."),
+        (lambda c: c.support != "full" and c.rollout.top_k == 1,
+         "with rollout.top_k=1 a token is its only candidate, and its log-prob 0 has no gradient. Write a larger "
+         "rollout.top_k, or algorithm.support=full."),
     ),
     *under(
         "rollout.replay_selections=true", lambda c: c.rollout.replay_selections,
