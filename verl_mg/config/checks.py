@@ -221,7 +221,7 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
         (lambda c: c.support == "policy" and hasattr(c.config.algorithm, "divergence"),
          "algorithm.divergence compares distributions over the same tokens. Write algorithm.support=sampled or full."),
         (lambda c: c.support != "full" and c.drafts,
-         "with {value} engines do not report the candidates of drafted tokens. Leave it out, or write "
+         "with {value} engines do not report the candidates of drafted tokens. Leave that out, or write "
          "algorithm.support=full."),
     ),
     *under(

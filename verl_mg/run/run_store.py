@@ -115,7 +115,7 @@ class ObjectRun(RunStore):
         try:
             self._together(fetch)
         except OSError as error:
-            raise UserError(f"job.output: {error}. Check address, bucket and credentials of the store.") from None
+            raise UserError(f"job.output: {error}. Check AWS_ENDPOINT_URL, bucket and credentials.") from None
         self._check_shared()
 
     def _make_folder(self) -> None:
