@@ -72,7 +72,7 @@ WITHOUT_MODEL = [
       for key, teacher in (("url", {"url": "http://a:1"}), ("tokenizer", {"path": "a", "tokenizer": "b"}))),
     ({"top_k": 9}, {"algorithm": GkdConfig(support="policy")}, "algorithm.support=policy: algorithm.divergence comp"),
     (DRAFT | {"top_p": 0.9}, {"algorithm": RecipeConfig()}, "algorithm.support=sampled: with rollout.sglang."
-     "speculative_algorithm engines do not report the candidates of drafted tokens. Leave it out, or write"),
+     "speculative_algorithm engines do not report the candidates of drafted tokens. Leave that out, or write"),
     ({"top_k": 1}, {"algorithm": RecipeConfig()}, "algorithm.support=sampled: with rollout.top_k=1 a token is its onl"),
     ({**KEYS, "engine": "vllm"}, {}, "rollout.replay_selections=true: the engine vllm does not report the keys that"),
     (KEYS | URLS, {}, "rollout.replay_selections=true: what the numbers mean that a server reports depends on its"),

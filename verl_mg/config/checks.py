@@ -221,7 +221,7 @@ REFUSALS: tuple[Refusal[JobCase], ...] = (
         (lambda c: c.support == "policy" and hasattr(c.config.algorithm, "divergence"),
          "algorithm.divergence compares distributions over the same tokens. Write algorithm.support=sampled or full."),
         (lambda c: c.support != "full" and c.drafts,
-         "with {value} engines do not report the candidates of drafted tokens. Leave it out, or write "
+         "with {value} engines do not report the candidates of drafted tokens. Leave that out, or write "
          "algorithm.support=full."),
         (lambda c: c.support != "full" and c.rollout.top_k == 1,
          "with rollout.top_k=1 a token is its only candidate, and its log-prob 0 has no gradient. Write a larger "

@@ -259,9 +259,10 @@ class RolloutConfig(ConfigSection):
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature. 0: greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus sampling: smallest set of tokens with this probability. 1: off."""
+    """Nucleus sampling: smallest set of tokens with this probability. 1: off. Below 1 training computes distributions
+    over these tokens, see `algorithm.support`."""
     top_k: int = Field(0, ge=0)
-    """Sample from the k most likely tokens. 0: off."""
+    """Sample from the k most likely tokens. 0: off. Otherwise distributions are over them, see `algorithm.support`."""
     min_p: float = Field(0.0, ge=0, lt=1)
     """Sample from the tokens with at least this share of the probability of the most likely one (arXiv:2407.01082). 0:
     off. vLLM measures `top_p` and `top_k` within these tokens, other engines take those that pass each of the three.
@@ -277,7 +278,8 @@ class RolloutConfig(ConfigSection):
     max_running_requests: PositiveInt | Literal["auto"] = 256
     """Samples that an engine generates at the same time. auto: as many as its key-value cache is good for; the number
     follows the engine's own measure of its cache and of waiting requests, and with `mode: async` so does how far
-    generation runs ahead, within `max_staleness`. Processes start with the engine's own largest number."""
+    generation runs ahead, within `max_staleness`. Processes start with the engine's own largest number.
+    The engine hf needs a number."""
     partial_rollout: bool = False
     """Continue samples that were aborted in the next iteration, instead of discarding them."""
     extra_prompts: int = Field(0, ge=0)
@@ -326,7 +328,8 @@ class RolloutConfig(ConfigSection):
     sleep: bool = True
     """Release weights and cache of engines while training. Has no effect with `num_ranks`."""
     replay_routing: bool = False
-    """Train with the experts that the engine selected for each token, for mixture-of-experts models."""
+    """Train with the experts that the engine selected for each token, for mixture-of-experts models, on both backends:
+    on `fsdp` where `transformers` runs all experts by registered functions."""
     replay_selections: bool = False
     """Train with the keys that the engine selected for each token, for models with sparse attention. For SGLang engines
     of the job whose ranks attend to whole requests: a `layout` of tp1, or with adp as large as tp."""

@@ -69,5 +69,8 @@ def require_local(text: str, option: str) -> Path:
     except ValueError as error:
         raise UserError(f"{option} {text}: {error}.") from None
     if url:
-        raise UserError(f"{option} {text}: only job.output, status and view take object stores. Copy the folder first.")
+        raise UserError(
+            f"{option} {text}: only job.output, status and view take object stores. Copy the folder first, as with aws "
+            "s3 cp --recursive."
+        )
     return Path(text)
