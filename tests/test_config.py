@@ -181,6 +181,11 @@ def test_load_config_file_reads_numbers_as_people_write_them(tmp_path):
         (["critic.pipeline_layers=[3]"], "critic.pipeline_layers: .*Leave the key out, or write pp2 or more"),
         (["rollout.temperature=-1"], "rollout.temperature: -1 is invalid. Write a value greater than or equal to 0."),
         (["job.iterations=many"], "job.iterations: 'many' is invalid. Write a valid integer."),
+        (
+            ["model.path=s3://b/c"],
+            "model.path: 's3://b/c' is invalid: only job.output, status and view take object sto",
+        ),
+        (["data.train=gs://b/c"], "data.train: 'gs://b/c' is invalid: only job.output, status and view take object st"),
         (["rollout.engine=vlm"], "rollout.engine: 'vlm' is invalid. Write 'hf', 'sglang' or 'vllm'."),
         (["actor=3"], "actor: 3 is not a section. Write a mapping of keys."),
         (["model={}"], "model.path: missing. Write it in the file or as model.path=VALUE."),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from verl_mg.stores.url import COPY_FIRST, names_store
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
 """Non-negative integer that every file format, JSON number and tensor represents exactly."""
@@ -43,6 +46,13 @@ class ConfigSection(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _is_no_store(cls, value: Any) -> Any:
+        if isinstance(value, Path) and names_store(value):
+            raise ValueError(COPY_FIRST)
+        return value
 
 
 class RecipeConfig(ConfigSection):

@@ -16,6 +16,7 @@ _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")  # as S3 names buckets
 # Without characters that mean something else in URLs: a user's password or a query would be in every record of the run.
 _PREFIX = re.compile(r"(?!\.{1,2}(/|$))[\w.+=-]+(/(?!\.{1,2}(/|$))[\w.+=-]+)*")
 EXAMPLE = "s3://BUCKET/runs/first"
+COPY_FIRST = "only job.output, status and view take object stores. Copy the folder first, as with aws s3 cp --recursive"
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,10 @@ def require_local(text: str, option: str) -> Path:
     except ValueError as error:
         raise UserError(f"{option} {text}: {error}.") from None
     if url:
-        raise UserError(
-            f"{option} {text}: only job.output, status and view take object stores. Copy the folder first, as with aws "
-            "s3 cp --recursive."
-        )
+        raise UserError(f"{option} {text}: {COPY_FIRST}.")
     return Path(text)
+
+
+def names_store(path: Path) -> bool:
+    """Returns whether a path was made of the URL of a store."""
+    return bool(_SCHEME.match(str(path)))
