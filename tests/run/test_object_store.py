@@ -28,7 +28,7 @@ from verl_mg.run.checkpointer import newest_intact
 from verl_mg.stores.bucket import CHECK_STORE, PART_BYTES, Bucket
 from verl_mg.stores.objects import MANIFEST, ObjectFolder, ObjectFolders
 from verl_mg.stores.records import fetch_records
-from verl_mg.stores.url import ObjectUrl
+from verl_mg.stores.url import COPY_FIRST, ObjectUrl
 
 SHORT = ["algorithm.prompts_per_iteration=2", "checkpoint.every=1"]
 SAVED = [*SHORT, "checkpoint.export_every=2", "job.save=true"]
@@ -168,12 +168,6 @@ def test_view_shows_a_run_on_a_store(s3):
             {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
             f"s3://runs/run: NoCredentialsError: Unable to locate credentials. {CHECK_STORE}",
         ),
-        (
-            ["eval", "s3://runs/run"],
-            {},
-            "eval s3://runs/run: only job.output, status and view take object stores. Copy",
-        ),
-        (["eval", "--compare", "s3://runs/a", "b"], {}, "--compare s3://runs/a: only job.output, status and view take"),
     ],
 )
 def test_place_that_has_no_run_is_an_error_of_one_line(s3, tmp_path, arguments, variables, message):
@@ -183,7 +177,20 @@ def test_place_that_has_no_run_is_an_error_of_one_line(s3, tmp_path, arguments, 
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert ended.returncode == 2 and ended.stdout == ""
     assert ended.stderr.startswith(f"error: {message}") and ended.stderr.count("\n") == 1
-    assert ended.stderr.endswith((f"{CHECK_STORE}\n", "of one.\n", "Copy the folder first.\n"))
+    assert ended.stderr.endswith((f"{CHECK_STORE}\n", "of one.\n"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "place"),
+    [
+        (["eval", "s3://runs/run"], "eval s3://runs/run"),
+        (["eval", "--compare", "s3://runs/a", "b"], "--compare s3://runs/a"),
+    ],
+)
+def test_command_that_takes_no_store_says_what_to_do(arguments, place, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2 and capsys.readouterr().err == f"error: {place}: {COPY_FIRST}.\n"
 
 
 class LostAfterListing(ObjectFolders):
