@@ -278,6 +278,7 @@ os.execve(sys.argv[1], [sys.argv[1], "-c", sys.argv[2]], inherited_environment(P
 
 
 @needs_vllm
+@pytest.mark.nightly
 def test_engine_started_by_an_installed_wheel_imports_only_packages_of_its_interpreter(wheel, tmp_path):
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)

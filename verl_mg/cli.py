@@ -227,6 +227,8 @@ def _quickstart(arguments: argparse.Namespace) -> None:
 
 
 def _eval(arguments: argparse.Namespace) -> None:
+    if arguments.target:
+        require_local(arguments.target, "eval")
     from verl_mg.evaluation.command import run_evaluation, show_comparison
 
     if arguments.compare:

@@ -51,6 +51,7 @@ def test_score_of_a_response_is_that_of_its_task():
 
 
 @installed
+@pytest.mark.nightly
 def test_score_of_answers_that_run_as_python_keeps_other_answers(tmp_path):
     """The task evaluates the answer: a number without end, a file outside of the sandbox, the end of the harness.
 

@@ -105,6 +105,7 @@ def test_watchdog_with_killed_rank_names_it_on_all_others(tmp_path, rank):
     assert all("tests/distributed/watched.py" in text for text in texts.values())
 
 
+@pytest.mark.nightly
 def test_stacks_of_a_run_on_a_store_are_uploaded_by_each_rank_also_of_a_lost_one(s3, tmp_path):
     url = ObjectUrl(BUCKET, "stalled")
     with ranks_of(3, watched(heartbeat_timeout_s=4, output=url)) as ranks:

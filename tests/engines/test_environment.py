@@ -53,6 +53,7 @@ def test_inherited_environment_keeps_caches_that_the_user_names(monkeypatch, fol
 
 
 @needs_sglang
+@pytest.mark.nightly
 def test_parsers_of_sglang_leave_the_environment_of_training_as_it_is():
     code = """
 import json, os

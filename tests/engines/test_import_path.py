@@ -46,6 +46,7 @@ def seen(python: str | Path, environment: dict[str, str], folder: Path) -> dict[
 
 
 @needs_vllm
+@pytest.mark.nightly
 def test_process_in_another_interpreter_finds_packages_of_it_and_no_other(folders):
     (folders / "carried" / "torch.py").write_text("raise ImportError('of the trainer')")
     (folders / "working_directory" / "torch.py").write_text("raise ImportError('of the working directory')")

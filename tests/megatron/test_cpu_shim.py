@@ -40,6 +40,7 @@ def test_tensor_types_named_cuda_applies_only_inside():
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
+@pytest.mark.nightly
 def test_torch_compile_imported_after_the_cpu_platform_compiles():
     compiled = "torch.compile(torch.tanh, backend='eager')(torch.ones(1))"
     program = f"import verl_mg.megatron, torch; print({compiled} > 0)"

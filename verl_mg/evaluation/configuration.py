@@ -14,7 +14,6 @@ from verl_mg.run.checkpointer import checkpoints_in, newest_intact
 from verl_mg.run.run_dir import CONFIG
 from verl_mg.stores.folders import LocalFolders, StoredFolder
 from verl_mg.stores.records import CHECKPOINTS, EXPORTS, MODEL
-from verl_mg.stores.url import require_local
 
 FOR_TRAINING = {
     "": ("algorithm", "critic", "process_reward", "reference", "checkpoint", "tracking", "profile", "record"),
@@ -52,7 +51,6 @@ class Target:
         """Returns the target of a model directory, a name on a hub, RUN or RUN@ITERATION."""
         # Of a run the exported model is used, or else its checkpoint: `model` or `checkpoints`, and with an iteration
         # `export/000012/model` or `checkpoints/000012`.
-        require_local(text, "eval")
         folder, _, number = text.rpartition("@")
         run = Path(text)
         iteration = None

@@ -212,6 +212,7 @@ def test_documented_class_has_an_account_for_each_sample(tmp_path, start):
         assert runner.start(i, [pay]).result(60) == ["ada has 70"]
 
 
+@pytest.mark.nightly
 def test_state_of_a_program_that_fails_is_closed(tmp_path):
     code = f"""
 from tests.agents.tools.ledgers import FileLedger, call, tools_of
