@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from verl_mg.checkpoint.sharded_safetensors import INDEX, index_entry, rank_file, tensor_blocks
 from verl_mg.config import CheckpointConfig
-from verl_mg.distributed.collectives import all_gather_json, broadcast_json, gather_bytes, new_group
+from verl_mg.distributed.collectives import all_gather_json, broadcast_json, gather_bytes, new_group, raised_together
 from verl_mg.errors import UserError
 from verl_mg.job.job import RunningJob
 from verl_mg.run.job_state import JOB, CheckpointState, StateCollector, read_state
@@ -213,25 +213,21 @@ def _prune(folders: Folders, newest: str, keep: int | None, keep_best: bool) -> 
 def _problem_of(folder: StoredFolder) -> str:
     """Returns what is wrong with a checkpoint, the same on every rank, or ""; ranks share the files."""
     digests: dict[str, str] = {}
-    problem = unread = ""
-    if dist.get_rank() == 0:
-        try:
-            digests = _read_sums(folder)
-        except UnreadableError as error:
-            unread = str(error)
-        except UserError as error:
-            problem = str(error)
+    problem = ""
+    # A store that is lost for minutes must not cost the newest checkpoints.
+    with raised_together(UnreadableError):
+        if dist.get_rank() == 0:
+            try:
+                digests = _read_sums(folder)
+            except UnreadableError:
+                raise
+            except UserError as error:
+                problem = str(error)
     digests = broadcast_json(digests)
     names = (name for name in sorted(digests) if _checking_rank(name, dist.get_world_size()) == dist.get_rank())
-    try:
+    with raised_together(UnreadableError):
         problem = problem or next((text for name in names if (text := folder.problem_of(name, digests[name]))), "")
-    except UnreadableError as error:
-        unread = str(error)
-    reports: list[tuple[str, str]] = all_gather_json((problem, unread))
-    # A store that is lost for minutes must not cost the newest checkpoints.
-    if unread := next((text for _, text in reports if text), ""):
-        raise UserError(unread)
-    return next((text for text, _ in reports if text), "")
+    return next((text for text in all_gather_json(problem) if text), "")
 
 
 def _checking_rank(name: str, ranks: int) -> int:

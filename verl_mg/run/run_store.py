@@ -31,13 +31,8 @@ from verl_mg.stores.records import CHECKPOINTS, RecordUpload, fetch_records, is_
 from verl_mg.stores.url import ObjectUrl
 
 _STAGING = ".staging"
-_COMPLETE = (
-    "samples/",
-    "profile/",
-    "engines/",
-    "tensorboard/",
-    "stalls/",
-)  # records that a resumed run does not append to
+# Records that a resumed run does not append to.
+_COMPLETE = ("samples/", "profile/", "engines/", "tensorboard/", "stalls/")
 
 
 class RunStore(ABC):
