@@ -146,7 +146,7 @@ class AsyncCheckpointer:
         try:
             _prune(self._folders, name, self._config.keep, self._config.best is not None)
         except (OSError, UnreadableError) as error:
-            log.warning("%s: old checkpoints are not removed (%s)", self._folders, getattr(error, "strerror", error))
+            log.warning("%s: old checkpoints are not removed (%s)", self._folders, getattr(error, "strerror", "") or error)
         return ""
 
     def _reason(self, error: OSError, name: str) -> str:
