@@ -146,7 +146,8 @@ class AsyncCheckpointer:
         try:
             _prune(self._folders, name, self._config.keep, self._config.best is not None)
         except (OSError, UnreadableError) as error:
-            log.warning("%s: old checkpoints are not removed (%s)", self._folders, getattr(error, "strerror", "") or error)
+            reason = getattr(error, "strerror", None) or error
+            log.warning("%s: old checkpoints are not removed (%s)", self._folders, reason)
         return ""
 
     def _reason(self, error: OSError, name: str) -> str:
