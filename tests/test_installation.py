@@ -257,7 +257,12 @@ def test_installed_wheel_in_an_empty_folder_trains_by_names_of_recipes(wheel, tm
     program = "from verl_mg.quickstart import *; from pathlib import Path; make_model(Path('m')); write_sums(Path('d'))"
     assert run("-c", program).returncode == 0
     inputs = ["model.path=m", "data.train=d/train.jsonl", "job.output=runs/x", "job.iterations=1"]
-    few = ["algorithm.prompts_per_iteration=2", "algorithm.group_size=2", "data.test=d/test.jsonl", "evaluation.every=0"]
+    few = [
+        "algorithm.prompts_per_iteration=2",
+        "algorithm.group_size=2",
+        "data.test=d/test.jsonl",
+        "evaluation.every=0",
+    ]
     done = run("-m", "verl_mg", "train", "grpo", "--config", "quickstart_grpo", *inputs, *few)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "empty" / "runs" / "x" / "metrics.jsonl").read_text().count("\n") == 1
