@@ -1,6 +1,10 @@
 """Compares GRPO on the CPU, from prompts to new weights, with TRL's GRPOTrainer, in turn, in one run.
 
     python -m tools.bench.bench_end_to_end [--rounds 3] [--iterations 1] [--prompts 16] [--tokens 256] [--hidden 256]
+    python -m tools.bench.bench_end_to_end --draw SEED [--rounds 1]
+
+With `--draw`, five sizes that the seed draws, each number log-uniform and independent of the others (`RANGES`), instead
+of the given one; a draw that would take TRL more than `LIMIT` seconds by its FLOPs is drawn again before anything runs.
 
 Both use the same tiny model, prompts, group size, temperature, limit of tokens, loss (GRPO, no KL) and optimizer, with
 one step per iteration, without a pass for old log-probs; each draws its samples itself. Lengths have a heavy tail: most
@@ -10,14 +14,15 @@ process with all of them; the better variant of each counts. end_to_end_trl.py e
 
 A run is a separate process tree, whose lines "step N" are timed by the reader. The first iteration is a warm-up; the
 others count completely, with rollout, training and logging. tokens/s: response tokens that a loss was computed on.
-Memory: peak memory of all processes of the tree, launcher included, without files that the kernel could drop (RssAnon +
-RssShmem, sampled). Processor: CPU seconds of the tree, which other work on the machine changes less than wall-clock
-seconds. Medians over the rounds.
+Memory: peak memory of all processes of the tree, launcher included, without files that the kernel could drop, a page
+that several processes share counted once (Pss_Anon + Pss_Shmem, sampled). Processor: CPU seconds of the tree, which
+other work on the machine changes less than wall-clock seconds. Medians over the rounds.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -30,7 +35,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -49,6 +54,49 @@ HERE = Path(__file__).parent
 LETTERS = string.ascii_letters + string.digits
 # Mean and standard deviation of the end token's logit; logits of characters are near 0. A few responses never end.
 END = (0.5, 1.5)
+SIZES = 5
+RANGES = {
+    "hidden": (64, 768),
+    "layers": (2, 8),
+    "vocabulary": (128, 32_000),
+    "prompts": (4, 64),
+    "group": (2, 16),
+    "tokens": (16, 512),
+}
+MULTIPLES = {"hidden": 16, "prompts": 2}  # 4 heads of an even width, and an equal share for each of TRL's ranks
+LIMIT = 60.0
+"""Seconds of an iteration: both variants of a side, with a warm-up and a counted iteration each, take four minutes."""
+RATE = 2e10
+"""FLOP/s of TRL with two threads, for `LIMIT`."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Size of a model and of an iteration.
+
+    Size(hidden=256, layers=4, vocabulary=128, prompts=16, group=4, tokens=256)
+    """
+
+    hidden: int
+    layers: int
+    vocabulary: int
+    prompts: int
+    group: int
+    tokens: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of an iteration of TRL, which computes all rows to the longest: a forward pass, then an update."""
+        parameters = 12 * self.layers * self.hidden**2 + self.vocabulary * self.hidden
+        return 8 * parameters * self.prompts * self.group * self.tokens / RATE
+
+    @classmethod
+    def draw(cls, random: random.Random) -> Size:
+        while True:
+            drawn = {name: math.exp(random.uniform(*map(math.log, ends))) for name, ends in RANGES.items()}
+            size = cls(**{name: (unit := MULTIPLES.get(name, 1)) * round(drawn[name] / unit) for name in RANGES})
+            if size.seconds <= LIMIT:
+                return size
 
 
 @dataclass(frozen=True)
@@ -86,25 +134,38 @@ class Run:
 
 
 def main() -> None:
-    options = options_of(
-        __doc__, rounds=3, iterations=1, prompts=16, group=4, tokens=256, hidden=256, threads=2
-    ).parse_args()
+    parser = options_of(__doc__, rounds=0, iterations=1, threads=2, layers=4, vocabulary=0, hidden=256, prompts=16)
+    parser.add_argument("--group", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--draw", type=int, metavar="SEED")
+    options = parser.parse_args()
+    if options.draw is None:
+        sizes = [Size(**{field.name: getattr(options, field.name) for field in fields(Size)})]
+    else:
+        draw = random.Random(options.draw)
+        sizes = [Size.draw(draw) for _ in range(SIZES)]
+    for size in sizes:
+        print(f"\n{size}", flush=True)
+        compare(size, options.rounds or (3 if options.draw is None else 1), options.iterations, options.threads)
+
+
+def compare(size: Size, rounds: int, iterations: int, threads: int) -> None:
+    """Runs both sides in turn and prints each run, medians and ratios."""
     folder = Path(tempfile.mkdtemp(prefix="end-to-end-"))
-    make_model(folder / MODEL, options.hidden)
-    write_prompts(folder / PROMPTS, options.prompts)
+    make_model(folder / MODEL, size.hidden, size.layers, size.vocabulary)
+    write_prompts(folder / PROMPTS, size.prompts)
     ways = {
-        f"{side}, {ranks} x {options.threads // ranks}": (run, ranks)
-        for ranks in dict.fromkeys((1, options.threads))
+        f"{side}, {ranks} x {threads // ranks}": (run, ranks)
+        for ranks in dict.fromkeys((1, threads))
         for side, run in (("verl_mg", run_verl_mg), ("TRL", run_trl))
     }
     runs: dict[str, list[Run]] = {name: [] for name in ways}
-    for number in range(options.rounds):
-        work = Workload(options.prompts, options.group, options.tokens, options.iterations + 1, seed=number)
+    for number in range(rounds):
+        work = Workload(size.prompts, size.group, size.tokens, iterations + 1, seed=number)
         for name, (run, ranks) in ways.items():
             place = folder / f"{number}-{name.replace(' ', '')}"
-            runs[name].append(run(folder, place, work, ranks, options.threads // ranks))
+            runs[name].append(run(folder, place, work, ranks, threads // ranks))
             print(line_of(f"{name}, run {number + 1}", runs[name][-1:], work), flush=True)
-    print()
     for name, results in runs.items():
         print(line_of(name, results, work))
     _compare(runs)
@@ -114,16 +175,21 @@ def main() -> None:
 
 
 @torch.no_grad()
-def make_model(folder: Path, hidden: int) -> None:
-    """Writes a model with random weights; the probability to end a response depends on the prompt, see END."""
-    make_tiny_model(folder, "qwen3", characters=LETTERS, hidden=hidden, layers=4, ffn=3 * hidden)
+def make_model(folder: Path, hidden: int, layers: int = 4, vocabulary: int = 0) -> None:
+    """Writes a model with random weights; the probability to end a response depends on the prompt, see END.
+
+    A vocabulary above 0 is padded to that size, as published models' are: its last tokens are never sampled.
+    """
+    fields = {"vocab_size": vocabulary} if vocabulary else {}
+    make_tiny_model(folder, "qwen3", characters=LETTERS, hidden=hidden, layers=layers, ffn=3 * hidden, fields=fields)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     pad, end, *others = (model.config.pad_token_id, model.config.eos_token_id, *range(2, 3 + len(ROLES)))
     head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
     # The head has no bias; a direction that all hidden states share replaces it.
     embedding[:, 0] = embedding.norm(dim=1).mean()
     draw = torch.Generator().manual_seed(0)
-    texts = torch.randint(others[-1] + 1, len(head), (64, 96), generator=draw)
+    used = others[-1] + 1 + len(LETTERS)
+    texts = torch.randint(others[-1] + 1, used, (64, 96), generator=draw)
     states = model.model(input_ids=texts).last_hidden_state.flatten(0, 1)
     common = states.mean(0)
     common_unit = common / common.norm() ** 2
@@ -131,7 +197,7 @@ def make_model(folder: Path, hidden: int) -> None:
     head[end] *= END[1] / (states @ head[end]).std()
     head[end] += END[0] * common_unit
     # These tokens are never written, so a response has as many characters as tokens and its text gives its length.
-    head[[pad, *others]] += -20 * common_unit
+    head[[pad, *others, *range(used, len(head))]] += -20 * common_unit
     model.save_pretrained(folder)
 
 
@@ -250,8 +316,8 @@ def _read_of_tree(pid: int, file: str) -> list[str]:
 
 
 def _held(pid: int) -> int:
-    texts = _read_of_tree(pid, "status")
-    kibibytes = [n for text in texts for n in re.findall(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", text, re.MULTILINE)]
+    texts = _read_of_tree(pid, "smaps_rollup")
+    kibibytes = [n for text in texts for n in re.findall(r"^Pss_(?:Anon|Shmem):\s+(\d+) kB", text, re.MULTILINE)]
     return 1024 * sum(map(int, kibibytes))
 
 
