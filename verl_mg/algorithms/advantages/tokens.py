@@ -1,10 +1,18 @@
 """Advantages and returns of tokens from their rewards or log-probs, over the tokens that the policy wrote."""
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from verl_mg.algorithms.advantages.group import rloo
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 EPSILON = 1e-8  # avoids a division by 0 where all values are equal
 
