@@ -15,7 +15,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "verl_mg"
 
 PACKAGES = (
-    "errors lazy_import device choice images pending_column batch jsonl phase_timer hub http_client import_function library config layout stores",
+    "errors lazy_import device choice images pending_column batch jsonl phase_timer"
+    "  hub http_client import_function library config layout stores",
     "models algorithms sandbox",
     "sharding distributed data rewards",
     "reshard checkpoint",

@@ -165,8 +165,9 @@ def _sum_by_name(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: sum(float(report.get(name, 0.0)) for report in reports) for name in names}
 
 
-def all_reduce_sum(values: Tensor) -> Tensor:
-    """Returns the sum over all ranks of a small tensor, in float64, bitwise identical on every rank."""
+def all_reduce_sum(values: Tensor | Sequence[float | Tensor]) -> Tensor:
+    """Returns the sums over all ranks of some numbers, in float64, bitwise identical on every rank."""
+    values = torch.as_tensor(values)
     # Gathered and summed in rank order, whatever the algorithm of an all-reduce would be.
     gathered = _gather(values.detach().double().cpu())
     return gathered.view(-1, *values.shape).sum(0)

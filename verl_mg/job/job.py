@@ -19,18 +19,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from verl_mg.choice import Choice
 from verl_mg.data import demonstrations_batch, num_demonstrations, pairs_batch
 from verl_mg.errors import UserError
 from verl_mg.lazy_import import lazy_import
 
 if TYPE_CHECKING:
-    import torch
     import torch.distributed as dist
     from torch import Tensor
     from torch.distributed import Store
 
     from verl_mg.batch import Batch
-    from verl_mg.choice import Choice
     from verl_mg.config import Config
     from verl_mg.data import Prompt
     from verl_mg.distributed import collectives
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from verl_mg.training.runner import Runner
     from verl_mg.weight_sync.kept_weights import KeptWeights
 else:  # a recipe names the job, and is read where none is built
-    torch = lazy_import("torch")
     dist = lazy_import("torch.distributed")
     collectives = lazy_import("verl_mg.distributed.collectives")
     build_engines = lazy_import("verl_mg.job.build_engines")
@@ -275,7 +273,7 @@ class RunningJob:
 
     def all_reduce_sum(self, values: Tensor | Sequence[float | Tensor]) -> Tensor:
         """Returns the sums over all ranks of some numbers, in float64, bitwise identical on every rank."""
-        return collectives.all_reduce_sum(torch.as_tensor(values))
+        return collectives.all_reduce_sum(values)
 
     def all_gather_column(self, batch: Batch, name: str) -> Tensor:
         """Gathers a sequence column.

@@ -43,7 +43,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
         gamma, lam: discount, and decay of the advantage, between masked tokens, from 0 to 1; `lam` also (n,).
     """
     _check_fraction("gamma", gamma)
-    if not isinstance(lam, Tensor):
+    if not isinstance(lam, torch.Tensor):
         _check_fraction("lam", lam)
     # The loop runs over the longest answer instead of the longest trajectory, which is mostly context.
     counts = mask.sum(1)
