@@ -233,14 +233,16 @@ def _quickstart(arguments: argparse.Namespace) -> None:
 def _eval(arguments: argparse.Namespace) -> None:
     if arguments.target:
         require_local(arguments.target, "eval")
-    from verl_mg.evaluation.command import run_evaluation, show_comparison
-
     if arguments.compare:
+        from verl_mg.evaluation.comparison import show_comparison
+
         first, second = arguments.compare
         show_comparison(first, second, arguments.json)
         return
     if arguments.target is None:
         raise UserError("eval: no model. Write verl-mg eval MODEL --set NAME=PATH, or --compare A B.")
+    from verl_mg.evaluation.command import run_evaluation
+
     run_evaluation(
         arguments.target,
         lambda: _config_file(arguments, "evaluation"),
