@@ -1,9 +1,9 @@
-"""Seconds and memory of commands that need no job, beside another folder's code.
+"""Seconds and memory of commands that need no job, in turn with another folder's code.
 
     python -m tools.bench.bench_commands [--baseline FOLDER] [--rounds 5]
 
-Each run is a new process; the sides take turns. A command that the other folder does not have is left out there. "processor" is the CPU time of the process, which other work on the
-machine changes less than the seconds up to its end. Medians over the rounds.
+Each run is a new process. "processor" is the CPU time of the process, which other work on the machine changes less than
+the seconds up to its end. Medians over the rounds. A command that the other folder does not have is left out there.
 """
 
 from __future__ import annotations
@@ -31,6 +31,14 @@ COMMANDS = {
     "models DIR --full": ("models", "MODEL", "--full"),
 }
 
+MEASURED = """
+import atexit, sys
+atexit.register(lambda: print(next(line for line in open("/proc/self/status") if "VmHWM" in line), file=sys.stderr))
+from verl_mg.cli import main
+main()
+"""
+"""Program of a command; the largest memory in `getrusage` would be that of this process, which starts it."""
+
 
 def main() -> None:
     """Prints a line for each command and side."""
@@ -54,20 +62,18 @@ def main() -> None:
 def run(code: Path, arguments: list[str]) -> tuple[float, float, float] | None:
     """Runs a command of a folder's code; returns CPU seconds, seconds and MiB of memory, or None where it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    command = [sys.executable, "-m", "verl_mg", *arguments]
-    started = time.perf_counter()
+    started, silent = time.perf_counter(), subprocess.DEVNULL
     process = subprocess.Popen(
-        command,
-        cwd=code,
-        env=environment | {"PYTHONPATH": str(code)},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+        [sys.executable, "-c", MEASURED, *arguments],
+        cwd=code, env=environment | {"PYTHONPATH": str(code)}, stdout=silent, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    lines = process.stderr.read().splitlines()
     _, status, usage = os.wait4(process.pid, 0)
     seconds, process.returncode = time.perf_counter() - started, os.waitstatus_to_exitcode(status)
     if process.returncode:
         return None
-    return usage.ru_utime + usage.ru_stime, seconds, usage.ru_maxrss / 1024
+    return usage.ru_utime + usage.ru_stime, seconds, int(lines[-1].split()[1]) / 1024
 
 
 if __name__ == "__main__":
