@@ -15,8 +15,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "verl_mg"
 
 PACKAGES = (
-    "errors lazy_import device choice images pending_column batch jsonl phase_timer"
-    "  hub http_client import_function library config layout stores",
+    "errors lazy_import dtypes device choice images pending_column batch jsonl phase_timer"
+    " hub http_client import_function library config layout stores",
     "models algorithms sandbox",
     "sharding distributed data rewards",
     "reshard checkpoint",
@@ -71,7 +71,7 @@ def _of_file(package: Path, file: Path) -> Iterator[str]:
 def _may_import(here: str, there: str) -> bool:
     if here == "__init__":  # imported with each of its parts, so it imports none
         return False
-    return there in ("errors", "lazy_import") or LAYERS[there] < LAYERS[here] or (here, there) in SAME_LAYER
+    return there in ("errors", "lazy_import", "dtypes") or LAYERS[there] < LAYERS[here] or (here, there) in SAME_LAYER
 
 
 def imports(file: Path, package: Path) -> Iterator[tuple[str, int]]:

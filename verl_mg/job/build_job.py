@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,12 @@ from verl_mg.engines.stop_strings import decoder
 from verl_mg.errors import UserError
 from verl_mg.job.build_agents import agent_wrapper, turns_wrapper
 from verl_mg.job.build_engines import build_engine_group, training_sampling, with_stop_strings
-from verl_mg.job.build_models import TEACHERS, ModelRoleBuilder
+from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.job.build_teachers import build_teachers
 from verl_mg.job.engine_checks import check_engines, check_job
 from verl_mg.job.engine_tables import actor_table
 from verl_mg.job.evaluation import EvaluationSet, evaluation_sets
+from verl_mg.job.recipe import TEACHERS
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.transformers_module import read_any_config, read_tokenizer
 from verl_mg.phase_timer import PhaseTimer
@@ -207,7 +208,7 @@ def _build_reward(
 
 
 def _build_rollout(
-    job: Config, parts: JobParts, prompts: Collection[Prompt], records: list[RolloutRecord], learns: bool
+    job: Config, parts: JobParts, prompts: Iterable[Prompt], records: list[RolloutRecord], learns: bool
 ) -> Rollout:
     """Builds the engines and the rollout; `prompts` are those that are trained on."""
     config, data, actor = job.rollout, parts.data, parts.roles["actor"]

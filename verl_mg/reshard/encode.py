@@ -24,15 +24,12 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-
-import numpy as np
-import numpy.typing as npt
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from verl_mg import device
+from verl_mg.dtypes import torch_dtype
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.reshard.chunking import TensorChunk
 from verl_mg.reshard.encoding import Encoding, add_largest, check_packing, encode_box
@@ -40,6 +37,17 @@ from verl_mg.reshard.schedule import Schedule
 from verl_mg.sharding.boxes import Box, Piece, Shard, box_shape, slices
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, Replicas, ShardMap
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+else:
+    np = lazy_import("numpy")
+    torch = lazy_import("torch")
+    dist = lazy_import("torch.distributed")
 
 
 def quantized_tensors(table: ModelTable) -> frozenset[str]:
@@ -341,7 +349,7 @@ class Encoder:
         result = {name: tensor for name, tensor in parameters.items() if name in self._schedule.source_shapes}
         for name, shard in self._part.shards(self._schedule.rank).items():
             if shard.pieces[0].tensor in self._shared:
-                dtype = self._encoding.dtype
+                dtype = torch_dtype(self._encoding.dtype)
                 memory = torch.empty(shard.shape if name in sent else (), dtype=dtype, device=here)
                 result[name] = memory.expand(shard.shape)  # what is not sent needs no memory
         for tensor, magnitudes in largest.items():
