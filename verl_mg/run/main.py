@@ -39,6 +39,9 @@ def run_recipe(load: Callable[[], tuple[Recipe, Config]], learns: bool = True, r
             config = with_fetched_models(config, world)
         # Imports megatron-core, which takes seconds: errors of the configuration come before it.
         with timer("imports"):
+            from verl_mg.run.job_imports import import_job
+
+            import_job()
             from verl_mg.run.loop import RunMode, train
 
         train(recipe, config, world, RunMode(learns, replayed), timer)
