@@ -171,10 +171,7 @@ def check(inputs: PlanInputs, layout: Layout) -> None:
         sharded_module(inputs, layout)  # divides the real module, and raises where that is not possible
         return
     assert isinstance(inputs.weights, WeightTable)
-    inputs.weights.check_layout(layout)
-    if inputs.options.exchanged == "heads":  # other exchanges leave the heads on their ranks
-        config = inputs.weights.config
-        layout.check_context(config.heads, config.linear_value_heads)
+    inputs.weights.check_training(layout, exchanges_heads=inputs.options.exchanged == "heads")
 
 
 def check_engine(inputs: PlanInputs, layout: EngineLayout) -> None:
