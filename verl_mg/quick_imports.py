@@ -13,7 +13,7 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -75,7 +75,7 @@ def quick_imports() -> Iterator[None]:
 
 def _call_without_compiler() -> None:
     """Lets functions that torch excludes from compilation run without an import of the compiler at their first call."""
-    from torch.optim import Optimizer
+    from torch.optim import Adam, AdamW, Optimizer
     from torch.utils import checkpoint
 
     # Names that a version of torch has not, or does not exclude, need nothing.
@@ -83,6 +83,21 @@ def _call_without_compiler() -> None:
     for function in (*excluded, checkpoint.checkpoint):
         if plain := getattr(function, "__wrapped__", None):
             setattr(plain, "__dynamo_disable", plain)
+    for kind in (Adam, AdamW):
+        if plain := getattr(vars(kind).get("step"), "__wrapped__", None):
+            kind.step = _as_differentiable(plain)  # type: ignore[method-assign]
+
+
+def _as_differentiable(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the step of an optimizer with gradients as its option says; torch's wrapper also interrupts compilation."""
+    import torch
+
+    @wraps(plain)
+    def step(self: Any, *arguments: Any, **options: Any) -> Any:
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return plain(self, *arguments, **options)
+
+    return step
 
 
 class _Deferred(ModuleType):
