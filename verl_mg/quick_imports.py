@@ -89,7 +89,7 @@ def _call_without_compiler() -> None:
 
 
 def _as_differentiable(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the step of an optimizer with gradients as its option says; torch's wrapper also interrupts compilation."""
+    """Returns an optimizer's step with gradients as its option says; torch's wrapper interrupts compilation too."""
     import torch
 
     @wraps(plain)

@@ -7,6 +7,8 @@ from verl_mg.quick_imports import quick_imports
 IMPORTED = (
     "transformers.models.auto.tokenization_auto",
     "transformers.modeling_layers",
+    "megatron.core.models.mimo",  # by megatron-core's optimizer, in a function
+    "verl_mg.job.build_job",
     "verl_mg.run.loop",
 )
 
