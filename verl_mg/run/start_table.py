@@ -37,15 +37,15 @@ from verl_mg.planner.job_memory import JobMemory, job_memory
 
 START = "start.json"
 GIB = 2**30
-FULLEST = "fullest rank"  # section with the memory of the first iteration
 SHORTEST_SECONDS = 0.005  # phases of the start that are shorter are not listed
 OF_PLAN = {
+    "imports": ("imports",),
     "build": ("data", "models"),
     "training": ("forward", "update", "optimizer"),
     "generation": ("generate",),
     "weight sync": ("weight_sync",),
 }
-"""Phases of a plan, and those of the timer that belong to each."""
+"""Phases of a plan, and the imports before it, with those of the timer that belong to each."""
 RAN_ON = {(9, 0): "H100 and H200"}
 """GPUs on which this project has run, by their compute capability: the folders of `benchmarks/`."""
 RAN_WITH = {
@@ -114,35 +114,38 @@ class StartTable:
             file.write_text(json.dumps(content | {"warnings": self.warnings}, indent=2) + "\n", encoding="utf-8")
 
     def started(self, job: RunningJob) -> StartTable:
-        """Returns the table with the seconds up to the first iteration, printed and written; all ranks call it."""
+        """Returns the table with the seconds up to the first iteration; all ranks call it together."""
         seconds = job.timer.take()
-        rows = [Choice("to the first iteration", f"{sum(seconds.values()):.2f} s")]
-        rows += [Choice(phase, f"{value:.2f} s") for phase, value in seconds.items() if value >= SHORTEST_SECONDS]
-        table = replace(self, sections={**self.sections, "start": rows})
-        if dist.get_rank() == 0:
-            if job.config.job.console:
-                print(f"start     {rows[0].chosen} {rows[0].part}:", *(f"{r.part} {r.chosen[:-2]}" for r in rows[1:]))
-            table.write(job.config.job.folder)
-        return table
+        rows = [Choice(phase, f"{value:.2f} s") for phase, value in seconds.items() if value >= SHORTEST_SECONDS]
+        return self._with_rows("start", [*rows, Choice("together", f"{sum(seconds.values()):.2f} s")], job.config)
 
     def compare_memory(self, job: RunningJob) -> None:
-        """Prints and writes the memory of the fullest rank so far beside that of the plan; all ranks call it."""
+        """Adds the memory of the fullest rank so far beside that of the plan; all ranks call it together."""
         measured, job.timer.memory = job.timer.memory, None
         of_ranks = all_gather_json(measured.bytes if measured else {})
         # GPU: the tensors of the fullest rank beside the largest phase of the plan.
-        # GPU-TEST: tests/run/test_start_table.py::test_tensors_of_the_first_iteration_are_printed_beside_the_plan
+        # GPU-TEST: tests/run/test_start_table.py::test_memory_of_the_first_iteration_is_printed_beside_the_plan
         # GPU-RAN: not yet
-        if torch.cuda.is_available():
-            of_device = max(all_gather_json(torch.cuda.max_memory_allocated()))
+        on_gpu = torch.cuda.is_available()
+        of_device = max(all_gather_json(torch.cuda.max_memory_allocated())) if on_gpu else 0
         if dist.get_rank() == 0:
             plan = self.memory or _memory(job)[0]
-            rows = _host_rows(of_ranks, plan)
-            if torch.cuda.is_available():
-                phase, planned = max(plan.phases.items(), key=lambda item: item[1]) if plan else ("none", 0.0)
-                rows.append(Choice("tensors", f"{_gib(of_device)} GiB at most, {_gib(planned)} planned ({phase})"))
-            if job.config.job.console:
-                print("\n".join(replace(self, sections={FULLEST: rows}).lines()), flush=True)
-            replace(self, sections={**self.sections, FULLEST: rows}).write(job.config.job.folder)
+            planned = plan.phases if plan else {}
+            rows = _host_rows(of_ranks, {} if on_gpu else planned)
+            if on_gpu:
+                phase = max(planned, key=planned.__getitem__, default="")
+                beside = f", {_gib(planned[phase])} planned ({phase})" if phase else ""
+                rows.append(Choice("tensors", f"{_gib(of_device)} GiB at most{beside}"))
+            self._with_rows("fullest rank", rows, job.config)
+
+    def _with_rows(self, section: str, rows: list[Choice], config: Config) -> StartTable:
+        """Returns the table with a further section, which rank 0 prints, and writes with the others."""
+        table = replace(self, sections={**self.sections, section: rows})
+        if dist.get_rank() == 0:
+            if config.job.console:
+                print("\n".join(StartTable({section: rows}).lines()), flush=True)
+            table.write(config.job.folder)
+        return table
 
 
 def start_table(job: RunningJob) -> StartTable:
@@ -162,27 +165,20 @@ def start_table(job: RunningJob) -> StartTable:
     return StartTable({section: list(rows) for section, rows in sections.items() if rows}, memory)
 
 
-def _host_rows(ranks: Sequence[Mapping[str, Sequence[int]]], plan: JobMemory | None) -> list[Choice]:
-    """Returns rows with the resident memory of the fullest rank by phase; `plan` is of devices, on the CPU the host."""
+def _host_rows(ranks: Sequence[Mapping[str, Sequence[int]]], planned: Mapping[str, float]) -> list[Choice]:
+    """Returns rows with the resident memory of the fullest rank by phase, those of `planned` with its bytes."""
     names = {of_timer: of_plan for of_plan, several in OF_PLAN.items() for of_timer in several}
     largest: dict[str, tuple[int, int]] = {}
     for rank in ranks:
         for phase, (peak, kept) in rank.items():
-            name = names.get(phase, phase)
+            name = names.get(phase, "other")
             before = largest.get(name, (0, 0))
             largest[name] = max(before[0], peak), max(before[1], kept)
-    # GPU: what is planned is of the device, and not of the process.
-    # GPU-TEST: tests/run/test_start_table.py::test_memory_of_the_host_is_printed_by_phase_beside_the_plan
-    # GPU-RAN: not yet
-    planned = plan.phases if plan and not torch.cuda.is_available() else {}
+    tensors = {phase: f", {size / GIB:.2f} of tensors planned" for phase, size in planned.items()}
     return [
-        Choice(phase, f"{peak / GIB:.2f} GiB at most, {kept / GIB:.2f} kept{_of_tensors(planned.get(phase))}")
+        Choice(phase, f"{peak / GIB:.2f} GiB at most, {kept / GIB:.2f} kept{tensors.get(phase, '')}")
         for phase, (peak, kept) in largest.items()
     ]
-
-
-def _of_tensors(planned: float | None) -> str:
-    return "" if planned is None else f", {planned / GIB:.2f} of tensors planned"
 
 
 def _described(section: str, describe: Callable[[], dict[str, list[Choice]]]) -> dict[str, list[Choice]]:
