@@ -6,14 +6,13 @@ import torch.distributed as dist
 
 from verl_mg.algorithms.divergence import Divergence
 from verl_mg.training.logprobs import (
-    Draw,
-    OutputLayer,
     TeacherTokens,
     vocab_parallel_divergence,
     vocab_parallel_logprobs,
     vocab_parallel_top,
 )
 from verl_mg.training.microbatch import Support
+from verl_mg.training.output_layer import Draw, OutputLayer
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 11, 6, 13, 0.7
 WIDTHS = (9, 5)
@@ -62,7 +61,7 @@ def shard_of(weight, rows_per_rank):
 
 def compared(kinds, rows_per_rank, chunk_bytes, softcap, several=False):
     with pytest.MonkeyPatch.context() as patch:  # the ranks live on
-        patch.setattr("verl_mg.training.logprobs.CHUNK_BYTES", {"cpu": chunk_bytes})
+        patch.setattr("verl_mg.training.output_layer.CHUNK_BYTES", {"cpu": chunk_bytes})
         cases = [(kind, is_limited) for kind in kinds for is_limited in (False, True)]
         return {
             (kind, limited): compared_by(kind, draw(limited), rows_per_rank, softcap, several)
@@ -191,7 +190,7 @@ def squares_of(rows_per_rank, is_limited):
     shard, first, real = shard_of(weight, rows_per_rank)
     layer = OutputLayer(shard, first, real, dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl_mg.training.logprobs.CHUNK_BYTES", {"cpu": 12 * rows_per_rank})  # three tokens in a chunk
+        patch.setattr("verl_mg.training.output_layer.CHUNK_BYTES", {"cpu": 12 * rows_per_rank})  # three tokens in a chunk
         return vocab_parallel_logprobs(hidden, inputs()[2], layer, draw(is_limited), "squares")
 
 
