@@ -38,7 +38,9 @@ def _tanh(x):
     # The quotient has no accurate digits near 0, the series no convergence far from it.
     square = x * x
     series = x * (1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835)))))
-    return tl.where(tl.abs(x) < 0.25, series, 1 - 2 / (tl.exp(2 * x) + 1))
+    power = tl.exp(-2 * tl.abs(x))
+    quotient = (1 - power) / (1 + power)
+    return tl.where(square < 0.0625, series, tl.where(x < 0, -quotient, quotient))
 
 
 @triton.jit
@@ -65,23 +67,25 @@ def _sums(
     products += row * stride
     bits += row * words
     out += row
-    lanes = tl.arange(0, SIZE)
-    # Each lane has its own maximum and sums until the end: no exchange between lanes in the loop.
-    highest = tl.full([SIZE], _LOWEST, tl.float32)
-    total, other = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
+    places = tl.arange(0, SIZE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    # Each thread has its own maximum and sums for the four columns of a load: it exchanges nothing with others until
+    # the end, and scales once for four exponentials.
+    highest = tl.full([SIZE // 4], _LOWEST, tl.float32)
+    total, other = tl.zeros([SIZE // 4], tl.float32), tl.zeros([SIZE // 4], tl.float32)
     for start in range(0, rows, SIZE):
-        columns = start + lanes
+        columns = start + places
         z, _ = _logits(products, bits, columns, columns < rows, factor, cap, CAPPED, LIMITED)
-        above = z - highest
-        # One exponential: of the new logit where it is not the largest one, else of the largest one until now.
-        smaller, is_new = tl.exp(-tl.abs(above)), above > 0
-        shrink, term = tl.where(is_new, smaller, 1.0), tl.where(is_new, 1.0, smaller)
+        largest = tl.maximum(highest, tl.max(z, 1))
+        shift = highest - largest
+        shrink = tl.exp(shift)
+        relative = z - largest[:, None]
+        exponentials = tl.exp(relative)
         if KIND == "entropy":
-            other = shrink * (other - tl.maximum(above, 0.0) * total) + term * tl.minimum(above, 0.0)
+            other = shrink * (other + shift * total) + tl.sum(exponentials * relative, 1)
         if KIND == "squares":
-            other = shrink * shrink * other + term * term
-        total = shrink * total + term
-        highest = tl.maximum(highest, z)
+            other = shrink * shrink * other + tl.sum(exponentials * exponentials, 1)
+        total = shrink * total + tl.sum(exponentials, 1)
+        highest = largest
     largest = tl.max(highest, 0)
     shift = highest - largest
     shrink = tl.exp(shift)
@@ -288,8 +292,8 @@ class TritonRows(Rows):
         """Does nothing: kernels normalize."""
 
     def divergence(self, teacher: Any, divergence: Divergence, normalizers: tuple[Tensor, Tensor]) -> Tensor:
-        out = normalizers[0].new_empty(2, len(self._products))
-        ours, theirs = normalizers
+        ours, theirs = (each.contiguous() for each in normalizers)
+        out = torch.empty_like(ours)
         options = divergence.kind, divergence.beta
         torch.ops.verl_mg.row_divergence(*self._arguments, ours, *teacher.as_teacher(theirs), *options, out)
         return out
