@@ -146,7 +146,7 @@ class FakeCuda(TorchDispatchMode):
             return _attention(func, args, kwargs)
         if _name(func) == "_fused_rms_norm_backward":
             return _rms_norm_gradients(*args, **kwargs)
-        if func in (aten.mm.dtype, aten.addmm.dtype_out):
+        if func in (aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype_out):
             return _mixed_product(*args, **kwargs)
         if func is aten.histc.default and not args[0].is_floating_point():  # the CPU counts floats alone
             return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
@@ -211,7 +211,7 @@ def _mixed_product(*arguments: Any, out: Tensor | None = None) -> Tensor:
     product = left.to(dtype) @ right.to(dtype)
     if out is None:
         return product
-    return torch.add(*added, product, out=out)
+    return torch.add(*added, product, out=out) if added else out.copy_(product)
 
 
 def _name(func: Any) -> str:

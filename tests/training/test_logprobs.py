@@ -197,6 +197,10 @@ def squares_of(rows_per_rank, is_limited):
 @pytest.mark.parametrize("is_limited", [False, True])
 @pytest.mark.parametrize(("count", "rows"), [(1, 13), (4, 5)])
 def test_vocab_parallel_squares_equal_sums_of_full_probabilities(ranks, count, rows, is_limited):
+    assert_squares_equal_reference(ranks, count, rows, is_limited)
+
+
+def assert_squares_equal_reference(ranks, count, rows, is_limited):
     hidden, weight, targets, *_ = inputs()
     whole = whole_logits(hidden, weight, is_limited).double().softmax(-1)
     expected = whole.gather(1, targets[:, None])[:, 0].log().float(), whole.square().sum(-1).float()
@@ -208,6 +212,10 @@ def test_vocab_parallel_squares_equal_sums_of_full_probabilities(ranks, count, r
 @pytest.mark.parametrize(("count", "rows"), [(1, 13), (2, 8), (4, 5)])
 @pytest.mark.parametrize("k", [3, 13])
 def test_vocab_parallel_top_equals_topk_of_full_logits(ranks, count, rows, k, is_limited):
+    assert_top_equals_reference(ranks, count, rows, k, is_limited)
+
+
+def assert_top_equals_reference(ranks, count, rows, k, is_limited):
     hidden, weight, *_ = inputs()
     hidden.requires_grad_()
     expected = whole_logits(hidden, weight, is_limited).log_softmax(-1).topk(k)

@@ -286,7 +286,7 @@ class TritonRows(Rows):
         return self._products, self._bits, self._factor, self._cap
 
     def sums(self, targets: Tensor, extra: Extra, out: Tensor, reused: bool) -> None:
-        torch.ops.verl_mg.row_sums(*self._arguments, targets, self._layer.first_token, extra, out)
+        torch.ops.verl_mg.row_sums(*self._arguments, targets.contiguous(), self._layer.first_token, extra, out)
 
     def normalize(self, normalizer: Tensor) -> None:
         """Does nothing: kernels normalize."""
@@ -309,7 +309,7 @@ class TritonRows(Rows):
             theirs, kind = teacher.rows.as_teacher(teacher.normalizer), teacher.divergence.kind
             of_teacher = *theirs, teacher.of_divergence, teacher.slopes, kind, teacher.divergence.beta
         torch.ops.verl_mg.row_gradient(
-            *self._arguments, self._layer.scale, of.normalizer, of.targets, self._layer.first_token, of.of_logprobs,
-            of.of_logprobs.sum(1), of.entropy, of.of_entropy, *of_teacher, out,
+            *self._arguments, self._layer.scale, of.normalizer, of.targets.contiguous(), self._layer.first_token,
+            of.of_logprobs, of.of_logprobs.sum(1), of.entropy, of.of_entropy, *of_teacher, out,
         )  # fmt: skip
         return out
