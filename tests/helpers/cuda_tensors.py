@@ -90,6 +90,8 @@ class FakeCuda(TorchDispatchMode):
             operation of torch counts as one, also a sort, which has several; copies from and to the host count as
             none. In a compiled function an uninterrupted run of operations that torch joins counts as one, which has
             the function's name.
+        traffic: (operation, bytes of its arguments and results on `cuda`) of each operation that launches a kernel, also
+            in compiled functions.
         receive: fills a tensor, on the CPU, that another rank sends to this one.
     """
 
@@ -97,6 +99,7 @@ class FakeCuda(TorchDispatchMode):
         super().__init__()
         self.waits: list[tuple[str, str]] = []
         self.kernels: list[tuple[str, str]] = []
+        self.traffic: list[tuple[str, int]] = []
         self._compiled: list[str] = []
         self._whole = self._joined = False
         self._pinned: dict[int, Tensor] = {}  # by address, which is not used again while the tensor exists
@@ -122,6 +125,9 @@ class FakeCuda(TorchDispatchMode):
         to_cuda = devices[0].type == "cuda" if devices else has_cuda
         if to_cuda and all(isinstance(tensor, CudaTensor) or not tensor.dim() for tensor in tensors):
             self._count(func)
+            if not _moves_nothing(func):
+                moved = [x.nbytes for x in (*tensors, *tree_leaves(result)) if isinstance(x, Tensor)]
+                self.traffic.append((_name(func), sum(moved)))
         wrapped = {id(tensor.values): tensor for tensor in tensors if isinstance(tensor, CudaTensor)}
         return tree_map(lambda x: _wrapped(x, wrapped, to_cuda), result)
 
