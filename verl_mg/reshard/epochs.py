@@ -276,7 +276,7 @@ def _distinct(several: Sequence[IntArray]) -> IntArray:
     if not several:
         return _NONE
     numbers = np.concatenate([pairs[:, 0] << 32 | pairs[:, 1] for pairs in several])
-    numbers.sort()  # a fifth of the time of `np.unique`
+    numbers.sort()  # faster than `np.unique`, which hashes
     return np.stack(np.divmod(numbers[np.diff(numbers, prepend=-1) != 0], 1 << 32), axis=1)
 
 

@@ -101,7 +101,7 @@ class BoxRouting:
         nodes = node_numbers[self._first]
         self._node_of = np.cumsum(is_first) - 1  # each receiver's node, as an index
         # On each node with receivers, the ranks that take turns to serve it: its holders, or else its gateways.
-        begin, end = held_by.searchsorted((nodes + step) * ranks_per_node) for step in (0, 1)
+        begin, end = (held_by.searchsorted((nodes + step) * ranks_per_node) for step in (0, 1))
         self._is_remote = begin == end
         spread = sum(divmod(int(needed_by[0]), ranks_per_node))  # boxes of one holder start at different holders
         gateways, holder_of, of_node = self._gateways(held_by, ranks_per_node, spread)
