@@ -14,10 +14,15 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from verl_mg import device
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+else:
+    dist = lazy_import("torch.distributed")
 
 COMPUTE_PHASES = ("generate", "forward", "update", "optimizer")
 """Phases in which models compute: generation, forward passes, forward and backward passes, optimizer steps."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.helpers.random_models import assemble, config
 from tests.oracles.installed_source import installed_functions
 from tests.reshard.moves import hold, shard_map_of
+from verl_mg.dtypes import torch_dtype
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard import execute, plan, schedule
 from verl_mg.reshard.encode import Encoder, encoded_maps, quantized_tensors
@@ -86,7 +87,7 @@ def as_mxfp8(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Values and scales of a whole matrix as the ranks make them."""
     (rows, columns), encoding = matrix.shape, MXFP8()
     largest = torch.zeros(encoding.grid((rows, columns)), device=matrix.device)
-    values = torch.empty(matrix.shape, dtype=encoding.dtype, device=matrix.device)
+    values = torch.empty(matrix.shape, dtype=torch_dtype(encoding.dtype), device=matrix.device)
     add_largest(largest, matrix, ((0, rows), (0, columns)), encoding.block((rows, columns)))
     scales = encoding.scales(largest, matrix.dtype)
     encode_box(encoding, matrix, scales, ((0, rows), (0, columns)), values)

@@ -21,15 +21,17 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from verl_mg.errors import UserError
 from verl_mg.images import Image, RowImages
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.transformers_module import read_module_config
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
     from transformers import ProcessorMixin
+else:
+    torch = lazy_import("torch")
 
 # Bytes of inputs that a processor keeps: samples of a prompt, and the passes over a batch, have the same images.
 CACHED_BYTES = 1 << 30

@@ -24,21 +24,29 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-
-import numpy as np
-import numpy.typing as npt
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from verl_mg import device
+from verl_mg.dtypes import torch_dtype
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.reshard.encoding import Encoding, add_largest, check_packing, encode_box
 from verl_mg.reshard.schedule import Schedule
 from verl_mg.sharding.boxes import Box, Piece, Shard, box_shape, slices
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, Replicas, ShardMap
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+else:
+    np = lazy_import("numpy")
+    torch = lazy_import("torch")
+    dist = lazy_import("torch.distributed")
 
 
 def quantized_tensors(table: ModelTable) -> frozenset[str]:
@@ -324,7 +332,7 @@ class Encoder:
         for name in {parameter + self._encoding.value_suffix for p in self._pieces.values() for parameter, _ in p}:
             if name in sent:  # what is not sent needs no memory
                 shape = self._schedule.source_shapes[name]
-                result[name] = torch.empty(shape, dtype=self._encoding.dtype, device=here)
+                result[name] = torch.empty(shape, dtype=torch_dtype(self._encoding.dtype), device=here)
         for tensor, magnitudes in largest.items():
             scales = self._encoding.scales(magnitudes, self._dtype)
             result[self._source.scales_of(tensor)] = scales

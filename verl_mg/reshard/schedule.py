@@ -44,26 +44,22 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from verl_mg.dtypes import dtype_name, torch_dtype
 from verl_mg.reshard.epochs import LAG
 from verl_mg.reshard.plan import Copy, Plan
 from verl_mg.sharding.boxes import Box, cut, numel, slices, translate_box
+
+if TYPE_CHECKING:
+    import torch
 
 # Epochs are cut by the load of the busiest rank, so the buckets of others are not full: this size makes their messages
 # large nevertheless. Two buckets in flight are 256 MiB of device memory during a sync.
 BUCKET_BYTES = 128 * 2**20  # default size of a bucket in bytes
 FORMAT = 2  # number of the format; it changes with the fields
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
-        *(torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool),
-    )
-}
-"""Dtypes in which weights travel, by their names in the text."""
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int64", "int32", "int16", "uint8", "bool")
+"""Names of the dtypes in which weights travel."""
 
 Index = tuple[slice, ...]
 
@@ -216,7 +212,7 @@ def _messages(segments: Mapping[tuple[int, bool], list[Segment]]) -> tuple[Messa
 def pack_schedules(schedules: Sequence[Schedule]) -> bytes:
     """Returns the schedules of one rank as compressed text."""
     document = {"format": FORMAT, "schedules": [astuple(schedule) for schedule in schedules]}
-    return zlib.compress(json.dumps(document, default=lambda dtype: str(dtype).removeprefix("torch.")).encode())
+    return zlib.compress(json.dumps(document, default=dtype_name).encode())
 
 
 def unpack_schedules(text: bytes) -> list[Schedule]:
@@ -247,7 +243,7 @@ def _segment(fields: Sequence[Any]) -> Segment:
     tensor, box, parameter, parameter_box, dtype, forwarded = fields
     if dtype not in DTYPES:
         raise ValueError(f"{tensor} would travel as {dtype}, this version of verl_mg reads {', '.join(DTYPES)}")
-    return Segment(tensor, _box(box), parameter, _box(parameter_box), DTYPES[dtype], forwarded)
+    return Segment(tensor, _box(box), parameter, _box(parameter_box), torch_dtype(dtype), forwarded)
 
 
 def _box(pairs: Sequence[Sequence[int]]) -> Box:
