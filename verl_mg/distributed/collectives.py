@@ -157,10 +157,11 @@ class ByteSender:
 
 def sum_over_ranks(reports: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None = None) -> dict[str, float]:
     """Sums scalars by name over the reports of all ranks; a missing name counts as 0."""
-    return _sum_by_name(all_gather_json(_sum_by_name(reports), group))
+    return sum_by_name(all_gather_json(sum_by_name(reports), group))
 
 
-def _sum_by_name(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def sum_by_name(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Sums scalars by name; a missing name counts as 0."""
     names = dict.fromkeys(name for report in reports for name in report)
     return {name: sum(float(report.get(name, 0.0)) for report in reports) for name in names}
 
