@@ -123,6 +123,16 @@ def request_bytes(num_bytes: int, rank: int, tag: int = 0) -> tuple[Tensor, dist
     return values, work
 
 
+def exchange_bytes(outgoing: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[int, Tensor]:
+    """Sends uint8 tensors to ranks that know their `sizes`, and returns those received; both by the other rank."""
+    requested = {rank: request_bytes(size, rank) for rank, size in sizes.items() if size}
+    sends = [dist.isend(values, rank) for rank, values in outgoing.items() if values.numel()]
+    for work in [*(work for _, work in requested.values()), *sends]:
+        assert work is not None
+        work.wait()
+    return {rank: values for rank, (values, _) in requested.items()}
+
+
 class ByteSender:
     """Non-blocking sends of byte tensors to other ranks, with a limit on the bytes in flight."""
 
