@@ -37,7 +37,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import json
 import os
 import socket
@@ -90,7 +89,7 @@ class Generation:
     """A request that the engine has received, and its result."""
 
     rid: str  # id of the request in the engine
-    key: str  # result of `request_key`
+    key: str  # see `RequestBatch.keys`
     version: int  # policy version of the engine's weights at its start; -1: they were being updated
     task: asyncio.Task[Result]  # generates the result
     can_answer: bool = True  # whether the next rank may have the result
@@ -157,13 +156,6 @@ class RequestLedger:
             oldest = self._generations.pop(next(iter(self._generations)))
             oldest.can_answer = False
             self._num_bytes -= oldest.num_bytes
-
-
-def request_key(rid: str, request: dict[str, Any], version: int) -> str:
-    """Returns what a repeated request has in common with the first one."""
-    # rid is SAMPLE.NUMBER, and numbers differ between ranks.
-    text = json.dumps([rid.partition(".")[0], version, request], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _size(result: dict[str, Any]) -> int:
@@ -351,7 +343,7 @@ class EngineHost(ABC):
 
     def _handle(self, message: dict[str, Any]) -> None:
         if "generate" in message:
-            self._generate(RequestBatch(**message["generate"]).requests())
+            self._generate(RequestBatch(**message["generate"]))
         elif "abort" in message:
             self._start(self.abort_until_sent(self._rids.get(message["abort"], message["abort"])))
         else:
@@ -367,14 +359,15 @@ class EngineHost(ABC):
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _generate(self, requests: Mapping[str, dict[str, Any]]) -> None:
+    def _generate(self, batch: RequestBatch) -> None:
         """Starts requests, but those that an earlier rank has started already."""
-        keys, generations = dict.fromkeys(requests, ""), dict[str, Generation]()
+        requests, generations = batch.requests(), dict[str, Generation]()
+        keys = dict.fromkeys(requests, "")
         if self._ledger:
             if self._drops_newer:  # the first requests are under the weights of the checkpoint
                 self._ledger.drop_newer(self._version)
                 self._drops_newer = False
-            keys = {rid: request_key(rid, request, self._version) for rid, request in requests.items()}
+            keys = batch.keys(self._version)
             generations = {rid: kept for rid, key in keys.items() if (kept := self._ledger.take(key))}
         if new := [rid for rid in requests if rid not in generations]:
             # Ranks use the same ids.

@@ -11,6 +11,8 @@ Samples 7 and 8 of a prompt with the tokens 11 and 12 send these once:
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +30,25 @@ class RequestBatch:
     images: Mapping[str, str]  # files in base64, by their keys
     own: Sequence[Mapping[str, Any]]  # of each request: see above
 
+    def keys(self, version: int) -> dict[str, str]:
+        """Returns what each request has in common with its repetition by a further rank, by its id.
+
+        `version` is the policy version of the weights with which it is generated.
+        """
+        shared, contexts = _digest([version, self.shared]), [_digest(context) for context in self.contexts]
+        # An id is SAMPLE.NUMBER, and numbers differ between ranks.
+        return {
+            own["rid"]: _digest(
+                [
+                    own["rid"].partition(".")[0],
+                    shared,
+                    contexts[own["context"]],
+                    *(own[name] for name in ("max_new_tokens", "seed", "images")),
+                ]
+            )
+            for own in self.own
+        }
+
     def requests(self) -> dict[str, dict[str, Any]]:
         """Returns the fields of each request by its id, the same ones whatever batch it is in."""
         return {
@@ -40,3 +61,7 @@ class RequestBatch:
             }
             for own in self.own
         }
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
