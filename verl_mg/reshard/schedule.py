@@ -41,7 +41,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -129,8 +129,8 @@ class Schedule:
     """All copies and messages of one rank in one weight sync."""
 
     rank: int
-    source_shapes: Mapping[str, tuple[int, ...]]  # shapes of the rank's source parameters
-    target_shapes: Mapping[str, tuple[int, ...]]  # shapes of the rank's target parameters
+    source_shapes: Mapping[str, tuple[int, ...]]  # shapes of the source parameters that are read
+    target_shapes: Mapping[str, tuple[int, ...]]  # shapes of the target parameters that are written
     copies: tuple[Copy, ...]
     buckets: tuple[Bucket, ...]  # buckets of messages, in the order of their epochs
 
@@ -144,11 +144,10 @@ class Schedule:
         """Boxes of the copies as indices of the parameters that they read and write."""
         return [(slices(copy.source_box), slices(copy.target_box)) for copy in self.copies]
 
-    @cached_property
-    def source_parameters(self) -> frozenset[str]:
+    @property
+    def source_parameters(self) -> Set[str]:
         """Source parameters that are copied or sent from."""
-        sent = {segment.parameter for segment in self.segments(outgoing=True) if not segment.forwarded}
-        return frozenset(sent | {copy.source for copy in self.copies if not copy.from_target})
+        return self.source_shapes.keys()
 
     def segments(self, outgoing: bool, peer: int | None = None) -> Iterator[Segment]:
         """Yields the boxes that are sent or received.
@@ -163,30 +162,39 @@ class Schedule:
                     yield from message.segments
 
 
-def schedule(plan: Plan, rank: int, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> Schedule:
-    """Returns the schedule of one rank; all ranks must pass the same plan, dtype and bucket size.
+def schedule(
+    plan: Plan, rank: int, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES, tensors: Collection[str] | None = None
+) -> Schedule:
+    """Returns the schedule of one rank; all ranks must pass the same plan, dtype, bucket size and tensors.
 
     Args:
         plan: result of `plan`.
         rank: global rank.
         dtype: type of the elements on the wire, except for tensors that have their own.
         bucket_bytes: bytes that a rank may send and receive in an epoch; larger tensors are cut.
+        tensors: those that are moved; None: all. Schedules of parts of the tensors share the plan's routes.
     """
-    moves, epochs = plan.rank_plan(rank), plan.epochs(dtype.itemsize, bucket_bytes)
+    moves, epochs = plan.rank_plan(rank), plan.epochs(dtype.itemsize, bucket_bytes, tensors)
+    if tensors is not None:
+        moves = moves.of(tensors)
     contents: dict[int, dict[tuple[int, bool], list[Segment]]] = defaultdict(lambda: defaultdict(list))
     for outgoing, transfers in ((True, moves.sends), (False, moves.receives)):
         for transfer in transfers:
             wire_dtype = plan.source.tensors[transfer.tensor].wire_dtype(dtype)
             parts = epochs.of[transfer.tensor]
-            for number, box in cut(transfer.box, len(parts)):
+            for number, box in cut(transfer.box, len(parts)) if len(parts) > 1 else ((0, transfer.box),):
                 at = translate_box(box, transfer.box, transfer.parameter_box)
                 segment = Segment(transfer.tensor, box, transfer.parameter, at, wire_dtype, transfer.forwarded)
                 epoch = parts[number] + (LAG if transfer.forwarded else 0)
                 contents[epoch][transfer.peer, outgoing].append(segment)
+    read = [send.parameter for send in moves.sends if not send.forwarded]
+    read += (copy.source for copy in moves.copies if not copy.from_target)
+    written = [receive.parameter for receive in moves.receives]
+    written += (copy.target for copy in moves.copies)
     return Schedule(
         rank,
-        {name: shard.shape for name, shard in plan.source.shards(rank).items()},
-        {name: shard.shape for name, shard in plan.target.shards(rank).items()},
+        {name: moves.source_shapes[name] for name in read},
+        {name: moves.target_shapes[name] for name in written},
         moves.copies,
         tuple(Bucket(epoch, _messages(contents[epoch])) for epoch in sorted(contents)),
     )

@@ -27,6 +27,7 @@ from verl_mg.errors import UserError
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import Recipe, requested_roles
 from verl_mg.monitor.prometheus import PrometheusEndpoint
+from verl_mg.monitor.record_writer import RecordWriter
 from verl_mg.monitor.run_logger import RunLogger, check_monitoring
 from verl_mg.monitor.status import StatusFile
 from verl_mg.phase_timer import HostMemory, PhaseTimer
@@ -97,6 +98,7 @@ def train(
         store,  # last to end: it stores what the others write
         StatusFile(config.job.folder, recipe.name, last, world.rank, world.size) as status,
         PrometheusEndpoint(config, recipe.name, status, world) as endpoint,
+        RecordWriter() as writer,
     ):
         rollout = partial(ReplayRollout, replay.recording) if replay else None
         resumes = checkpoint is not None
@@ -118,7 +120,8 @@ def train(
         gc.collect()
         gc.freeze()
         table = table.started(job)
-        TrainingRun(recipe, job, store, world, done, last, status, endpoint, table).iterate(resumable=mode.is_full)
+        run = TrainingRun(recipe, job, store, world, done, last, status, endpoint, table, writer)
+        run.iterate(resumable=mode.is_full)
         job.close()
 
 
@@ -136,14 +139,20 @@ class TrainingRun:
         status: StatusFile,
         endpoint: PrometheusEndpoint,
         table: StartTable,
+        writer: RecordWriter,
     ) -> None:
         self._recipe, self._job, self._store, self._world = recipe, job, store, world
         self._done, self._last, self._status, self._table = done, last, status, table
+
+        def store_records() -> None:
+            writer.wait()
+            store.upload_records()
+
         self._saver = AsyncCheckpointer(
-            store.checkpoints, job.config.checkpoint, recipe.name, done or None, store.upload_records
+            store.checkpoints, job.config.checkpoint, recipe.name, done or None, store_records
         )
         status.running(job.timer, done, lambda: self._saver.latest)
-        self._books = RunLogger(recipe.name, job, status, done + 1, endpoint)
+        self._books = RunLogger(recipe.name, job, status, done + 1, endpoint, writer)
 
     def iterate(self, resumable: bool) -> None:
         """Runs all iterations, or as many as until a stop; a `resumable` run leaves a checkpoint then."""
