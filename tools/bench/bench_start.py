@@ -5,8 +5,8 @@
 Each run is a GRPO job of a tiny model on CPU ranks, started by `python -m verl_mg.launch`; the sides take turns. The
 first iteration begins where the recipe is called. "processor" is the CPU time of all processes up to there, which other
 work on the machine changes less; "private" is the memory of a rank that no other process shares, and "proportional"
-with its share of what others use too. Medians over the rounds, of ranks the larger one. The phases are those of
-start.json, of the last round.
+with its share of what others use too. Medians over the rounds, of ranks the larger one. The phases are from
+start.json of the last round.
 """
 
 from __future__ import annotations

@@ -226,8 +226,8 @@ class ImportingProcess:
 
     def begin(self, program: EngineProgram, log: Path, attachment: EngineAttachment | None) -> EngineProcess | None:
         """Starts an engine in the process; None where it is another program than was expected, or its log."""
-        own = self._program
-        expected = (own.python, own.module, dict(own.environment), self._log)
+        running = self._program
+        expected = (running.python, running.module, dict(running.environment), self._log)
         if expected != (program.python, program.module, dict(program.environment), log):
             self._process.kill()
             return None
