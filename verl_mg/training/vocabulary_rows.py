@@ -112,6 +112,7 @@ class TorchRows(Rows):
         highest = logits.amax(-1).clamp_(min=LOWEST) if logits.shape[1] else out.new_full((len(logits),), LOWEST)
         logits -= highest[:, None]
         self._highest, out[HIGHEST] = highest, highest
+        out[lines(extra) :] = 0
         if logits.shape[1]:
             local, is_local = self._layer.local_targets(targets)
             out[lines(extra) :] = (logits.gather(1, local) * is_local).T
