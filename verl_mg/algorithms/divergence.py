@@ -14,13 +14,18 @@ part of the sum. With m = beta p + (1 - beta) q:
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field, PositiveInt
-from torch import Tensor
 
 from verl_mg.config import ConfigSection
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 DivergenceKind = Literal["reverse", "forward", "js", "skew_forward", "skew_reverse"]
 MIN_TAIL = 1e-7

@@ -22,15 +22,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Generic, Protocol, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from verl_mg.batch import SUPPORT_IDS, SUPPORT_SIZES, Batch, ColumnKind, entries_of
 from verl_mg.device import copy_to
 from verl_mg.layout import Stage
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 SHARED_WITH, SHARED_TOKENS = "shared_with", "shared_tokens"
 """Columns of rows that share their first tokens, see above."""
