@@ -328,7 +328,7 @@ class Encoder:
         read = {name for tensor in self._read for name, _ in self._pieces[tensor]}
         scales = {self._source.scales_of(tensor) for tensor in self._pieces}
         values = {name + self._encoding.value_suffix for pieces in self._pieces.values() for name, _ in pieces}
-        return self._schedule.source_parameters - scales - values | read
+        return frozenset(self._schedule.source_parameters - scales - values | read)
 
     def run(
         self,
