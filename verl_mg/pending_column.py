@@ -22,13 +22,7 @@ class PendingColumn(Tensor):
 
     @staticmethod
     def create(call: str, dimensions: Sequence[int], dtype: torch.dtype = torch.float32) -> PendingColumn:
-        """Returns a column without values.
-
-        Args:
-            call: the role call that computes it.
-            dimensions: shape, the number of entries first.
-            dtype: dtype of the values.
-        """
+        """Returns a column without values: of the role call that computes it, with its shape and dtype."""
         column = torch.empty(*dimensions, dtype=dtype).as_subclass(PendingColumn)
         column.call, column.dimensions, column.computed = call, tuple(dimensions), False
         return column

@@ -1,8 +1,8 @@
 """`verl-mg models`: what works with a model, or with a tiny one of each family: sizes, engines, adapters, images.
 
 There is no list of what is supported, which could become wrong: a size is possible where the check that a job runs
-raises no error, and the message of the error is the reason. Checks of weight tables take no time; those of libraries
-take the seconds of their imports, and are asked where a family has no table, or `--full` is given.
+raises no error, and the message of the error is the reason. Checks by weight tables take no time; checks by
+libraries take the seconds of their imports: they are for families without a table, and for `--full`.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class ModelSupport:
 
     model_dir: Path  # Hugging Face directory; config.json is enough for all answers except the ones about files
     has_weights: bool = True  # whether the weights should be in the directory
-    by_tables: bool = False  # whether a family with a table is answered by tables alone, without torch, in a second
+    by_tables: bool = False  # whether a family with a table is answered by its tables, without torch
     starts_ranks: bool = False  # whether ranks of a family that has to be checked are started, which takes seconds
 
     # Each is an attempt: a directory that one part of the code refuses may work with another.
@@ -193,8 +193,8 @@ class ModelSupport:
         yield ask("config.json", lambda: None if self.on_paper else read_module_config(self.model_dir))
         yield self._weights() if self.has_weights else Answer("weights", True, "not downloaded, so not checked")
         if self.on_paper:
-            found = [name for name in TOKENIZERS if (self.model_dir / name).exists()]
-            yield Answer("tokenizer", bool(found), found[0] if found else f"no {', '.join(TOKENIZERS)}")
+            names = [name for name in TOKENIZERS if (self.model_dir / name).exists()]
+            yield Answer("tokenizer", bool(names), names[0] if names else f"no {', '.join(TOKENIZERS)}")
             return
         tokenizer, reason = attempt(lambda: read_tokenizer(self.model_dir))
         template = "with a chat template" if getattr(tokenizer, "chat_template", None) else "without a chat template"
@@ -357,7 +357,7 @@ def show_model(name: Path, full: bool) -> int:
     for answer in answers:
         print(f"  {answer.topic:{width}}  {answer}")
     if support.on_paper:
-        print("By the tables of the family. --full asks for backend fsdp, tokenizer and adapters in engines too.")
+        print("By the tables of the family. --full adds backend fsdp, tokenizer and adapters in engines.")
     trains = any(answer.works for answer in answers if answer.topic.startswith("backend "))
     complete = all(answer.works for answer in support.files())
     return 0 if trains and complete else EXIT_PROBLEMS

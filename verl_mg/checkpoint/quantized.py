@@ -20,7 +20,6 @@ bfloat16.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Container
 from pathlib import Path
@@ -29,6 +28,7 @@ from typing import TYPE_CHECKING
 from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES
 from verl_mg.errors import UserError
 from verl_mg.lazy_import import lazy_import
+from verl_mg.models.hf_config import read_json
 from verl_mg.models.tensor_tree import StackedTensor
 from verl_mg.models.transformers_module import BLOCKS, SCALES
 from verl_mg.sharding.boxes import BlockSize, Box, scale_grid
@@ -65,7 +65,7 @@ def declared_block(folder: Path) -> BlockSize | None:
     """Returns the size of the blocks in the quantization_config of config.json; None where it names none."""
     path = folder / "config.json"
     try:
-        block = json.loads(path.read_text(encoding="utf-8"))["quantization_config"]["weight_block_size"]
+        block = read_json(path)["quantization_config"]["weight_block_size"]
     except (OSError, ValueError, LookupError, TypeError):  # a damaged config.json is an error where the model is read
         return None
     match block:

@@ -128,6 +128,16 @@ def request_bytes(num_bytes: int, rank: int, tag: int = 0) -> tuple[Tensor, dist
     return values, work
 
 
+def exchange_bytes(outgoing: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[int, Tensor]:
+    """Sends uint8 tensors to ranks that know their `sizes`, and returns those received; both by the other rank."""
+    requested = {rank: request_bytes(size, rank) for rank, size in sizes.items() if size}
+    sends = [dist.isend(values, rank) for rank, values in outgoing.items() if values.numel()]
+    for work in [*(work for _, work in requested.values()), *sends]:
+        assert work is not None
+        work.wait()
+    return {rank: values for rank, (values, _) in requested.items()}
+
+
 class ByteSender:
     """Non-blocking sends of byte tensors to other ranks, with a limit on the bytes in flight."""
 
@@ -162,10 +172,11 @@ class ByteSender:
 
 def sum_over_ranks(reports: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None = None) -> dict[str, float]:
     """Sums scalars by name over the reports of all ranks; a missing name counts as 0."""
-    return _sum_by_name(all_gather_json(_sum_by_name(reports), group))
+    return sum_by_name(all_gather_json(sum_by_name(reports), group))
 
 
-def _sum_by_name(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def sum_by_name(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Sums scalars by name; a missing name counts as 0."""
     names = dict.fromkeys(name for report in reports for name in report)
     return {name: sum(float(report.get(name, 0.0)) for report in reports) for name in names}
 

@@ -45,6 +45,7 @@ INDEXERS = "Set rollout.replay_selections=false"
 NO_SUPPORT = "Set algorithm.support=full"
 OTHER_WEIGHTS = "Let no other job send weights to this engine, and start it again"
 
+FINISHES: Sequence[str] = get_args(Finish)
 Problem = tuple[str, str]  # what is wrong with a report, and what to do
 
 
@@ -176,8 +177,8 @@ class ReportRules:
 
     def _problems(self, request: Request, sampling: Sampling, sample: Sample, newest: int) -> Iterator[Problem]:
         tokens, logprobs, versions = sample.tokens, sample.logprobs, sample.policy_versions
-        if sample.finish not in get_args(Finish):
-            yield f"ended with {sample.finish!r}, and the reasons are {', '.join(get_args(Finish))}", OTHER_VERSION
+        if sample.finish not in FINISHES:
+            yield f"ended with {sample.finish!r}, and the reasons are {', '.join(FINISHES)}", OTHER_VERSION
         if not len(tokens) == len(logprobs) == len(versions):
             lengths = f"{len(tokens)} tokens, {len(logprobs)} log-probs and {len(versions)} versions"
             yield f"has {lengths}", OTHER_VERSION

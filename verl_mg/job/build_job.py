@@ -99,6 +99,7 @@ def build_job(
     config: Config,
     roles: Set[str],
     store: Store,
+    timer: PhaseTimer,
     rollout: Callable[[], RolloutSource] | None,
     *,
     learns: bool,
@@ -107,28 +108,35 @@ def build_job(
     starts_engines: bool,
 ) -> JobParts:
     """Builds the parts of the requested roles, see `RunningJob`; all ranks call it together."""
-    context = JobContext(store, PhaseTimer(config.profile.synchronize))
+    context = JobContext(store, timer)
     torch.manual_seed(config.job.seed)
     # Checks come first, because a wrong key should cost seconds, not the time of loading models.
-    if not evaluates_only:  # a configuration of evaluations is that of the run, or has few keys
-        check_effects(config, set(roles))
-    has_engines = "rollout" in roles and rollout is None
-    models = _checked_models(config, roles, context, learns, from_checkpoint, has_engines)
-    data = _read_data(config, evaluates_only)
-    models.check_images(roles, data.prompts)
+    with context.timer("checks"):
+        if not evaluates_only:  # a configuration of evaluations is that of the run, or has few keys
+            check_effects(config, set(roles))
+        has_engines = "rollout" in roles and rollout is None
+        models = _checked_models(config, roles, context, learns, from_checkpoint, has_engines)
+    with context.timer("data"):
+        data = _read_data(config, evaluates_only)
+        models.check_images(roles, data.prompts)
     # Models before engines: an engine sizes its cache by the memory that is free when it starts.
-    built = {name: models.build(name) for name in models.model_roles(roles)}
-    if config.reference.refresh_every and "reference" in roles:
-        _follow_actor(built)
     teachers = None
-    if TEACHERS in roles:
-        teachers = build_teachers(config, built, data.prompts, data.tokenizer, data.schemas, data.stops.ids, context)
+    with context.timer("models"):
+        built = {name: models.build(name) for name in models.model_roles(roles)}
+        if config.reference.refresh_every and "reference" in roles:
+            _follow_actor(built)
+        if TEACHERS in roles:
+            teachers = build_teachers(
+                config, built, data.prompts, data.tokenizer, data.schemas, data.stops.ids, context
+            )
     records: list[RolloutRecord] = []
-    reward = _build_reward(config, data, built, context, records) if "reward" in roles else None
+    with context.timer("rewards"):
+        reward = _build_reward(config, data, built, context, records) if "reward" in roles else None
     parts = JobParts(context, data, built, teachers, reward)
     if "rollout" in roles and starts_engines:
-        prompts = () if evaluates_only else data.prompts
-        parts.rollout = rollout() if rollout else _build_rollout(config, parts, prompts, records, learns)
+        with context.timer("engines"):
+            prompts = () if evaluates_only else data.prompts
+            parts.rollout = rollout() if rollout else _build_rollout(config, parts, prompts, records, learns)
     return parts
 
 

@@ -23,6 +23,7 @@ from verl_mg.choice import Choice
 from verl_mg.data import demonstrations_batch, num_demonstrations, pairs_batch
 from verl_mg.errors import UserError
 from verl_mg.lazy_import import lazy_import
+from verl_mg.phase_timer import PhaseTimer
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from verl_mg.data import Prompt
     from verl_mg.distributed import collectives
     from verl_mg.job import build_engines, build_job, evaluation
-    from verl_mg.phase_timer import PhaseTimer
     from verl_mg.roles import models
     from verl_mg.roles.models import Actor, Critic, Policy, Reference, RewardModel, TrainableRewardModel, TrainableRole
     from verl_mg.roles.reward import RewardRole
@@ -75,6 +75,7 @@ class RunningJob:
         from_checkpoint: bool = False,
         evaluates_only: bool = False,
         starts_engines: bool = True,
+        timer: PhaseTimer | None = None,
     ) -> None:
         """Builds the requested roles.
 
@@ -88,14 +89,18 @@ class RunningJob:
             from_checkpoint: read no weights that a checkpoint restores before `start`.
             evaluates_only: `prompts` are the prompts of `data.test`, and `data.train` is not read.
             starts_engines: whether the engines are started, and not only checked.
+            timer: timer of this rank, which may have measured phases before.
         """
         self.config, self.requested, self._recipe = config, frozenset(roles), recipe
         self.iteration = self.next_row = 0
         self.state: dict[str, float | Batch] = {}
+        timer = timer or PhaseTimer()
+        timer.exact = config.profile.synchronize
         self._parts = build_job.build_job(
             config,
             self.requested,
             store,
+            timer,
             rollout,
             learns=learns,
             from_checkpoint=from_checkpoint,

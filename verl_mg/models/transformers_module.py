@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import lru_cache
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_mg.errors import UserError, one_line
 from verl_mg.lazy_import import lazy_import
-from verl_mg.models.hf_config import ExpertsConfig, HFConfig, read_config, weight_map
+from verl_mg.models.hf_config import ExpertsConfig, HFConfig, read_config, read_json, weight_map
 from verl_mg.models.hf_families import SAME_AS
 
 if TYPE_CHECKING:
@@ -45,11 +46,18 @@ def read_module_config(model: str | Path) -> PretrainedConfig:
     if not path.exists():
         raise UserError(f"{path}: missing. Set model.path or --model to a Hugging Face directory.")
     with _as_user_error(path):
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         if kind := SAME_AS.get(raw.get("model_type")):  # transformers does not know the name, and would run its code
             raw.pop("auto_map", None)
             return transformers.CONFIG_MAPPING[kind].from_dict(raw | {"model_type": kind})
-        return transformers.AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+        state = path.stat()
+        # A copy, which modules change.
+        return deepcopy(_module_config(Path(model), state.st_mtime_ns, state.st_size, state.st_ino))
+
+
+@lru_cache(maxsize=8)  # tokenizer, stop tokens, rotary frequencies and the engine hf read it
+def _module_config(model: Path, *state: int) -> PretrainedConfig:
+    return transformers.AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
 
 
 def has_images(config: PretrainedConfig) -> bool:

@@ -222,7 +222,12 @@ class WeightTable(ModelTable):
             layout.check_down_projections(latent.q_rank, latent.kv_rank + latent.rope_dim)
 
     def check_training(self, layout: Layout, kernels: Kernels = "torch", exchanges_heads: bool = True) -> None:
-        """Checks that the model can be trained on a layout, whose context-parallel ranks exchange heads or keys."""
+        """Checks that the model can be trained on Megatron's layout.
+
+        Args:
+            layout, kernels: as in `check_layout`.
+            exchanges_heads: whether context-parallel ranks exchange heads in attention, and not keys and values.
+        """
         self.check_layout(layout, kernels)
         if exchanges_heads:
             layout.check_context(self.config.heads, self.config.linear_value_heads)

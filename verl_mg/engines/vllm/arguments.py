@@ -196,6 +196,8 @@ def _on_gpus(config: HFConfig, options: EngineOptions) -> dict[str, Any]:
 def _on_cpu(config: HFConfig, options: EngineOptions) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "enforce_eager": True,
+        # The draw after a part of a prompt is taken back, which generators for the CPU cannot do: vLLM's worker ends.
+        "enable_chunked_prefill": False,
         "kv_cache_memory_bytes": _key_value_bytes(config, options),
         # The worker extension records the experts of each token that is computed, and a cached one is not.
         "enable_prefix_caching": not options.routed_experts,
