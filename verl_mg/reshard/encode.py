@@ -191,12 +191,12 @@ class EncodedSource(EncodedShardMap):
     def pieces(self, rank: int) -> Mapping[str, Sequence[tuple[str, Piece]]]:
         """Returns the pieces that a rank has of each encoded matrix, and their parameters."""
         if rank not in self._pieces:
-            found: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+            pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
             for parameter, shard in self.whole.shards(rank).items():
                 for piece in shard.pieces:
                     if piece.tensor in self.encoded:
-                        found[piece.tensor].append((parameter, piece))
-            self._pieces[rank] = found
+                        pieces[piece.tensor].append((parameter, piece))
+            self._pieces[rank] = pieces
         return self._pieces[rank]
 
     def shared_blocks(self, tensor: str) -> npt.NDArray[np.bool_]:

@@ -182,8 +182,8 @@ def add_largest(largest: Tensor, values: Tensor, box: Box, block: BlockSize) -> 
     for part, blocks in _slabs(box, block):
         bits = _by_block(integers[part] & without_sign, blocks)
         by_columns = bits.amax(1) if bits.shape[1] > 1 else bits[:, 0]
-        found = largest[slices(blocks)]
-        found.copy_(torch.maximum(found, by_columns.amax(-1).view(values.dtype).float()))
+        before = largest[slices(blocks)]
+        before.copy_(torch.maximum(before, by_columns.amax(-1).view(values.dtype).float()))
 
 
 def encode_box(encoding: Encoding, values: Tensor, scales: Tensor, box: Box, target: Tensor) -> None:

@@ -55,7 +55,12 @@ class Computed:
     """Writes the elements of a tensor that are in a box of the parameter: (tensor, box, target of the box's shape)."""
 
     def values(self, tensor: str, box: Box) -> Tensor:
-        """Returns the elements of a tensor in a box of the parameter."""
+        """Returns the elements of a tensor in a box of the parameter.
+
+        Args:
+            tensor: Hugging Face name.
+            box: box in the parameter, within one piece of the tensor.
+        """
         result = torch.empty(box_shape(box), dtype=self.dtype, device=self.device)
         self.write(tensor, box, result)
         return result
@@ -130,13 +135,13 @@ class _Execution:
             name: value if isinstance(value, Computed) else value.detach() for name, value in source.items()
         }
         self._target = {name: tensor.detach() for name, tensor in target.items()}
-        # Places of computed boxes: in this rank's target, those of them that are written, and in a bucket's messages.
-        self._own: dict[tuple[str, Box], Tensor] = {}
+        # Computed boxes: places in this rank's target, which of them are written, and places in a bucket's messages.
+        self._local: dict[tuple[str, Box], Tensor] = {}
         self._written: set[tuple[str, Box]] = set()
         self._packed: dict[tuple[str, Box], Tensor] = {}
         for copy, (_, written) in zip(schedule.copies, schedule.copy_indices, strict=True):
             if not copy.from_target and isinstance(self._source[copy.source], Computed):
-                self._own[copy.source, copy.source_box] = self._target[copy.target][written]
+                self._local[copy.source, copy.source_box] = self._target[copy.target][written]
         self._traffic = Traffic()
         self._buffers: dict[int, Tensor] = {}
 
@@ -201,18 +206,18 @@ class _Execution:
 
     def _compute(self, source: Computed, place: tuple[str, Box], tensor: str, target: Tensor) -> None:
         """Writes a computed box of a parameter into a message, once computed for all receivers and this rank."""
-        if place in self._own:
-            self._compute_own(source, place, tensor)
-            target.copy_(self._own[place].view(target.shape))
+        if place in self._local:
+            self._compute_local(source, place, tensor)
+            target.copy_(self._local[place].view(target.shape))
         elif place in self._packed:
             target.copy_(self._packed[place])
         else:
             source.write(tensor, place[1], target)
             self._packed[place] = target
 
-    def _compute_own(self, source: Computed, place: tuple[str, Box], tensor: str) -> None:
+    def _compute_local(self, source: Computed, place: tuple[str, Box], tensor: str) -> None:
         if place not in self._written:
-            source.write(tensor, place[1], self._own[place].view(box_shape(place[1])))
+            source.write(tensor, place[1], self._local[place].view(box_shape(place[1])))
             self._written.add(place)
 
     def _complete(self, in_flight: _InFlightBucket) -> None:
@@ -253,7 +258,7 @@ class _Execution:
                 self._wait_for(copy.source)
             held = (self._target if copy.from_target else self._source)[copy.source]
             if isinstance(held, Computed):
-                self._compute_own(held, (copy.source, copy.source_box), copy.tensor)
+                self._compute_local(held, (copy.source, copy.source_box), copy.tensor)
                 continue
             target = self._target[copy.target][written]
             source = held[read].view(target.shape)

@@ -321,7 +321,7 @@ class Plan:
                     places[place] = parameter, piece.target
         return places
 
-    # Boxes of a tensor and who has them are those of the first tensor of its group, and are looked up once for all.
+    # Tensors of a group have the same boxes on the same ranks: they are looked up once, in the first of them.
 
     def _sources_of(self, tensor: str, box: Box) -> list[tuple[Box, BoxReplicas, BoxRouting]]:
         """Returns the boxes of the source within a box of the target: (common box, source box, routing)."""
