@@ -20,8 +20,9 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -102,19 +103,19 @@ for _name in ("set", "get", "add", "wait", "check", "multi_get", "multi_set", "a
 _CountingStore.deleteKey = _CountingStore.delete_key  # type: ignore[attr-defined]  # torch looks for this name
 
 
+@dataclass(frozen=True)
 class _Observed(World):
     """World that observes the ends of iterations."""
 
-    traffic: Traffic
-    seen: list[tuple[Traffic, Counter[str], float]]
+    traffic: Traffic = field(default_factory=Traffic)
+    seen: list[tuple[Traffic, Counter[str], float]] = field(default_factory=list)
 
     def report_iteration(self, iteration: int) -> None:
         assert isinstance(self.store, _CountingStore)
         self.seen.append((self.traffic.copy(), self.store.operations.copy(), time.process_time()))
 
     def iterations(self) -> list[Iteration]:
-        pairs = zip(self.seen, self.seen[1:], strict=False)
-        return [Iteration(b[0].since(a[0]), b[1] - a[1], b[2] - a[2]) for a, b in pairs]
+        return [Iteration(b[0].since(a[0]), b[1] - a[1], b[2] - a[2]) for a, b in pairwise(self.seen)]
 
 
 def _run(folder: Path, name: str, store: dist.Store, prompts: int, tokens: int, iterations: int) -> list[Iteration]:
@@ -129,10 +130,9 @@ def _run(folder: Path, name: str, store: dist.Store, prompts: int, tokens: int, 
         "checkpoint.every=0",
         "rollout.max_mismatch=null",
     ]
-    world = _Observed(dist.get_rank(), dist.get_world_size(), _CountingStore(dist.PrefixStore(name, store)))
+    counting = _CountingStore(dist.PrefixStore(name, store))
     with counted_traffic() as traffic, redirect_stdout(StringIO()):
-        object.__setattr__(world, "traffic", traffic)
-        object.__setattr__(world, "seen", [])
+        world = _Observed(dist.get_rank(), dist.get_world_size(), counting, traffic=traffic)
         train(recipe, load_config(None, overrides, recipe.config), world)
     return world.iterations()
 
@@ -177,8 +177,8 @@ def _table(title: str, rows: Mapping[str, Sequence[float]], sizes: Sequence[int]
 
 
 def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """Returns the slope of log(value) over log(size), by least squares; 0 for values that are not all positive."""
-    if min(values) <= 0:
+    """Returns the slope of log(value) over log(size), by least squares; 0 for one size, and where a value is 0."""
+    if min(values) <= 0 or len(sizes) == 1:
         return 0.0
     x, y = ([math.log(number) for number in numbers] for numbers in (sizes, values))
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
