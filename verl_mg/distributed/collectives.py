@@ -11,13 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from errno import EIO
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from verl_mg.batch import Batch
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
+    dist = lazy_import("torch.distributed")
 
 LENGTH_BYTES = 8  # size of a length in a message, in bytes: an int64
 FIRST_BYTES = 1024 - LENGTH_BYTES
@@ -176,8 +181,9 @@ def sum_by_name(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: sum(float(report.get(name, 0.0)) for report in reports) for name in names}
 
 
-def all_reduce_sum(values: Tensor) -> Tensor:
-    """Returns the sum over all ranks of a small tensor, in float64, bitwise identical on every rank."""
+def all_reduce_sum(values: Tensor | Sequence[float | Tensor]) -> Tensor:
+    """Returns the sums over all ranks of some numbers, in float64, bitwise identical on every rank."""
+    values = torch.as_tensor(values)
     # Gathered and summed in rank order, whatever the algorithm of an all-reduce would be.
     gathered = _gather(values.detach().double().cpu())
     return gathered.view(-1, *values.shape).sum(0)

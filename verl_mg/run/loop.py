@@ -10,6 +10,7 @@ after the last iteration or at the first stop that all ranks have agreed on.
 
 from __future__ import annotations
 
+import gc
 import logging
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from verl_mg.monitor.prometheus import PrometheusEndpoint
 from verl_mg.monitor.record_writer import RecordWriter
 from verl_mg.monitor.run_logger import RunLogger, check_monitoring
 from verl_mg.monitor.status import StatusFile
+from verl_mg.phase_timer import HostMemory, PhaseTimer
 from verl_mg.roles.models import NoOptimizerError
 from verl_mg.run.checkpointer import AsyncCheckpointer
 from verl_mg.run.job_state import restore
@@ -70,8 +72,15 @@ class RunMode:
 FULL_RUN = RunMode()
 
 
-def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN) -> None:
-    """Runs all iterations of a job; all ranks call it together. `JobConfig` describes the outputs."""
+def train(
+    recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN, timer: PhaseTimer | None = None
+) -> None:
+    """Runs all iterations of a job; all ranks call it together. `JobConfig` describes the outputs.
+
+    `timer` has the phases of this process up to the call.
+    """
+    timer = timer or PhaseTimer()
+    timer.memory = timer.memory or HostMemory()
     # What can be refused without a model is refused before the job loads one.
     roles = requested_roles(recipe, config)
     if not mode.is_full and "rollout" not in roles:
@@ -93,18 +102,25 @@ def train(recipe: Recipe, config: Config, world: World, mode: RunMode = FULL_RUN
     ):
         rollout = partial(ReplayRollout, replay.recording) if replay else None
         resumes = checkpoint is not None
-        job = RunningJob(config, roles, world.store, rollout, mode.learns, recipe.name, from_checkpoint=resumes)
+        job = RunningJob(
+            config, roles, world.store, rollout, mode.learns, recipe.name, from_checkpoint=resumes, timer=timer
+        )
         world.watch_progress(job.timer)
         # GPU: the table of what the job computes with, and after the first iteration its memory and that of the plan.
         # GPU-TEST: tests/run/test_start_table.py::test_job_on_cuda_prints_and_writes_its_table_once
         # GPU-RAN: not yet
-        table = announce(job) if torch.cuda.is_available() else None
-        done = restore(job, checkpoint, recipe.name) if checkpoint else 0
+        table = announce(job) if torch.cuda.is_available() else StartTable({})
+        with job.timer("checkpoint"):
+            done = restore(job, checkpoint, recipe.name) if checkpoint else 0
         job.start()
         if checkpoint:
             dist.barrier()  # all ranks have read it
             checkpoint.forget()
-        run = TrainingRun(recipe, job, store, world, done, last, status, endpoint, writer, table)
+        # What has been built stays: without it a full collection of garbage takes 0.4 s less on each rank.
+        gc.collect()
+        gc.freeze()
+        table = table.started(job)
+        run = TrainingRun(recipe, job, store, world, done, last, status, endpoint, table, writer)
         run.iterate(resumable=mode.is_full)
         job.close()
 
@@ -122,8 +138,8 @@ class TrainingRun:
         last: int,
         status: StatusFile,
         endpoint: PrometheusEndpoint,
+        table: StartTable,
         writer: RecordWriter,
-        table: StartTable | None = None,
     ) -> None:
         self._recipe, self._job, self._store, self._world = recipe, job, store, world
         self._done, self._last, self._status, self._table = done, last, status, table
@@ -144,8 +160,8 @@ class TrainingRun:
             self._books.log(0, self._evaluation(0))
         for iteration in range(self._done + 1, self._last + 1):
             metrics = self._iteration(iteration)
-            if self._table and iteration == self._done + 1:
-                self._table.compare_memory(self._job.config.job.console and self._world.rank == 0)
+            if iteration == self._done + 1:
+                self._table.compare_memory(self._job)
             self._keep(iteration, metrics)
             if reason := self._stop_reason(iteration):
                 if resumable:
