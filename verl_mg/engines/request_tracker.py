@@ -59,6 +59,7 @@ class RequestTracker(RolloutEngine):
         self._limits, self._request_timeout = limits, limits.request_timeout
         self._running: dict[str, _Running] = {}
         self._done: deque[Sample] = deque()
+        self._num_together = 0  # samples of the last `collect` that had any
         self._numbers = itertools.count()
         self._version = -1
         self._counts: Counter[str] = Counter()
@@ -73,8 +74,8 @@ class RequestTracker(RolloutEngine):
         return self._limits.max_running - len(self._running)
 
     def num_queue_slots(self) -> int:
-        """Returns a quarter of the running requests: enough to fill a batch without a gap."""
-        return self._limits.max_running // 4
+        """Returns a quarter of the running requests, or as many as were complete together: a batch is filled at once."""
+        return max(self._limits.max_running // 4, self._num_together)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Sends requests to the engine; UserError for a prompt that is empty or fills the context."""
@@ -95,6 +96,8 @@ class RequestTracker(RolloutEngine):
         self._abort_timed_out()
         samples = list(self._done)
         self._done.clear()
+        if samples:
+            self._num_together = min(len(samples), self._limits.max_running)
         return samples
 
     def abort_samples(self, ids: Collection[int]) -> None:
