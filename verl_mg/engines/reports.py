@@ -13,18 +13,23 @@ import base64
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, get_args
 
 from verl_mg.engines.engine import Finish, Request, Sample, Sampling
 from verl_mg.engines.fed_tokens import SelectedKeys
 from verl_mg.engines.sampled_support import SampledSupport, Wire, widened
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.attention_config import IndexerConfig
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+else:
+    np = lazy_import("numpy")
+    torch = lazy_import("torch")
 
 # Largest log-prob: logits of hundreds in float32 are rounded by up to 1e-4, and so is their difference to the sum.
 LARGEST_LOGPROB = 1e-3

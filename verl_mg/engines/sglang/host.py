@@ -24,8 +24,8 @@ from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.payloads import named_views, open_payload
 from verl_mg.engines.sampled_support import support_to_wire, top_to_wire
 from verl_mg.engines.sglang import internals
-from verl_mg.engines.sglang.arguments import choices, has_multi_token_draft
-from verl_mg.engines.sglang.weight_loader import LOADER, merge_stages, pickled_by_value
+from verl_mg.engines.sglang.arguments import LOADER, choices, has_multi_token_draft
+from verl_mg.engines.sglang.weight_loader import merge_stages, pickled_by_value
 from verl_mg.images import Image
 
 # Models of SGLang that an update fills: the policy, and a draft model where it is a layer of the same checkpoint.

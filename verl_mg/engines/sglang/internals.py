@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -113,7 +114,14 @@ def start_engine(arguments: Mapping[str, Any]) -> Any:
     class AdaptedEngine(Engine):
         run_scheduler_process_func = staticmethod(run_scheduler)
 
-    return AdaptedEngine(**arguments)
+    # GPU: its processes are new interpreters, since forks could not use a GPU that this process has used.
+    # GPU-TEST: tests/engines/sglang/test_contract.py::test_engine_arguments_on_gpus_are_accepted_and_effective
+    # GPU-RAN: h200-1, h100-1
+    if torch.cuda.is_available():
+        return AdaptedEngine(**arguments)
+    # Forks of this process, which has no threads yet: each new interpreter would import SGLang again, for 10 s.
+    with library().replaced(multiprocessing, set_start_method=lambda *_, **__: None):
+        return AdaptedEngine(**arguments)
 
 
 def return_each_response() -> None:
