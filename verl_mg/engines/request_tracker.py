@@ -74,7 +74,7 @@ class RequestTracker(RolloutEngine):
         return self._limits.max_running - len(self._running)
 
     def num_queue_slots(self) -> int:
-        """Returns a quarter of the running requests, or as many as were complete together: a batch is filled at once."""
+        """Returns a quarter of the running requests, or as many as were complete together: no step has a gap."""
         return max(self._limits.max_running // 4, self._num_together)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
