@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import Store, TCPStore
+from torch.distributed import HashStore, Store, TCPStore
 
 from tools.bench import own_interface
 from tools.bench.harness import on_ranks, options_of
@@ -56,11 +56,11 @@ Cost = tuple[float, ...]
 class CountedStore:
     """Store that counts the requests it gets, by method."""
 
-    def __init__(self, inner: Store) -> None:
-        self._inner, self.requests = inner, Counter[str]()
+    def __init__(self, inner: Store, requests: Counter[str]) -> None:
+        self._inner, self._requests = inner, requests
 
     def __getattr__(self, name: str) -> Any:
-        self.requests[name] += 1
+        self._requests[name] += 1
         return getattr(self._inner, name)
 
 
@@ -95,7 +95,9 @@ def measure(rank: int, store: Store, chosen: argparse.Namespace) -> None:
     sampling = Sampling(max_new_tokens=chosen.tokens)
     setup = RolloutSetup(sampling=sampling, seed=0, context=context, prompts=PromptFeed(PromptSet(prompts)), records=[])
     rollout = SyncRollout(engines, setup)
-    rollout._store = store = CountedStore(rollout._store)
+    requests = Counter[str]()
+    if not isinstance(rollout._store, HashStore):  # else they do not leave the rank
+        rollout._store = CountedStore(rollout._store, requests)
 
     def ours() -> Cost:
         context.timer.take()
@@ -110,14 +112,14 @@ def measure(rank: int, store: Store, chosen: argparse.Namespace) -> None:
     costs: dict[str, list[Cost]] = {"own interface": [], "rollout": []}
     for _ in range(chosen.rounds + 1):
         costs["own interface"].append(own())
-        messages.clear(), store.requests.clear()
+        messages.clear(), requests.clear()
         costs["rollout"].append(ours())
     print(f"{chosen.engine}: {chosen.requests} requests of {chosen.tokens} tokens, {chosen.running} at the same time")
     for name, values in costs.items():
         seconds, *cpu = map(statistics.median, zip(*values[1:], strict=True))
         parts = " ".join(f"{1e6 * value / chosen.requests:7.0f}" for value in cpu)
         print(f"{name:14} {chosen.requests / seconds:7.0f} requests/s; CPU microseconds of rank, main, others: {parts}")
-    print(f"messages {dict(messages)}, and requests to the store {dict(store.requests)}")
+    print(f"messages {dict(messages)}, and requests to the store {dict(requests)}")
     rollout.close()
 
 
