@@ -281,8 +281,10 @@ def test_requests_of_one_call_are_one_message_and_a_prompt_is_in_it_once(engine,
     samples = engine.generate([Request(i, prompts[i // 8], i) for i in range(16)], SHORT)
     (message,) = sent
     assert message["generate"]["contexts"] == prompts and len(message["generate"]["own"]) == 16
-    # All are complete in the same step, or in a few where an engine begins a part of them.
-    assert sum(len(part["samples"]) for part in received) == len(samples) == 16 and len(received) < 8
+    assert sum(len(part["samples"]) for part in received) == len(samples) == 16
+    # All are complete in the same step, or in a few where it begins a part of them; vLLM's workers are asked for the
+    # experts of each sample.
+    assert len(received) < 8 or engine.kind.name == "vllm"
 
 
 @with_padding
