@@ -177,7 +177,7 @@ class RequestTracker(RolloutEngine):
         images = {image.key: image for running in batch for image in running.request.context_images}
         contexts: list[tuple[int, ...]] = []
         places: dict[int, int] = {}  # of contexts by identity: samples of a prompt have the same tuple
-        own = []
+        items = []
         for running in batch:
             request = running.request
             context = request.context
@@ -188,7 +188,7 @@ class RequestTracker(RolloutEngine):
             # 12. The number keeps the results of a request apart from its repetitions.
             rid = f"{request.id}.{next(self._numbers)}"
             self._running[rid] = running
-            own.append(
+            items.append(
                 {
                     "rid": rid,
                     "context": places[id(context)],
@@ -200,7 +200,7 @@ class RequestTracker(RolloutEngine):
                 }
             )
         encoded = {key: base64.b64encode(image.data).decode() for key, image in images.items()}
-        self._generate(RequestBatch(shared, contexts, encoded, own))
+        self._generate(RequestBatch(shared, contexts, encoded, items))
 
     def _drain(self, deadline: float) -> None:
         """Handles messages until there is a sample, then those that have already arrived."""

@@ -96,7 +96,7 @@ FP8_PRODUCTS = "fp8_gemm_runner_backend"
 # Kernels of products in MXFP8 that read the weights in order, and the scales from a copy in their own form, which
 # SGLang computes again at the end of each update. Another one has the rows of the weights themselves shuffled.
 MXFP8_IN_ORDER = ("auto", "flashinfer_cutedsl", "flashinfer_cutlass", "deep_gemm")
-# Responses after which SGLang lets its main process go on to others: those of a step go to the rank in one message.
+# Responses of a step after which SGLang's main process handles others first: the rank gets all in one message.
 ALL_OF_A_STEP = 2**20
 RUNNERS = ("moe_runner_backend", "speculative_moe_runner_backend")
 # Environment of all engines. SGLang would keep the features of images over updates of the vision tower, and on GPUs

@@ -1,4 +1,4 @@
-"""Requests per second of SGLang or vLLM by its own interface: run by the engine's Python, see `bench_requests`.
+"""Requests per second of SGLang or vLLM by its Python API, run by the engine's interpreter, see `bench_requests`.
 
 Reads a line of JSON with the engine, its arguments and the prompts, and says that it is ready; for each further line
 generates all requests once and prints the seconds and the CPU seconds of its processes.
@@ -23,7 +23,7 @@ def cpu_seconds(pid: int) -> tuple[float, float]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # engines print lines of their own
+    os.dup2(2, 1)  # engines print lines too
     task = json.loads(sys.stdin.readline())
     generate = {"sglang": _sglang, "vllm": _vllm}[task["engine"]](task)
     print(json.dumps("ready"), file=answers, flush=True)
@@ -72,12 +72,12 @@ def _vllm(task: dict[str, Any]) -> Any:
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
 
-    async def one(number: int, prompt: list[int]) -> int:
+    async def num_tokens(number: int, prompt: list[int]) -> int:
         stream = engine.generate({"prompt_token_ids": prompt}, sampling, str(number))
         return [len(done.outputs[0].token_ids) async for done in stream][-1]
 
     async def every() -> list[int]:
-        return await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(task["prompts"])))
+        return await asyncio.gather(*(num_tokens(number, prompt) for number, prompt in enumerate(task["prompts"])))
 
     return lambda: loop.run_until_complete(every())
 
