@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from verl_mg.engines.engine import Sampling
-from verl_mg.engines.hf.decoding import draw_tokens, uniforms
+from verl_mg.engines.hf.drawing import draw_tokens, uniforms
 from verl_mg.errors import UserError
 
 
