@@ -179,7 +179,8 @@ class HFEngine(RolloutEngine):
         num_free = self._max_batch - len(self._running)
         # The oldest request decides: it does not wait for ever for those that are drawn otherwise.
         drawn = _drawing((self._running or self._waiting)[0][1]) if self._waiting else ()
-        if num_free <= 0 or not self._decoder.takes_rows or not self._waiting or _drawing(self._waiting[0][1]) != drawn:
+        is_closed = bool(self._running) and not self._decoder.takes_rows
+        if num_free <= 0 or is_closed or not self._waiting or _drawing(self._waiting[0][1]) != drawn:
             return []
         # Neighbours in this order have equal prompts, which share a prefill, or little padding between them.
         alike = [i for i, (_, sampling) in enumerate(self._waiting) if _drawing(sampling) == drawn]
