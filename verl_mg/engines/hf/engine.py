@@ -104,8 +104,9 @@ class HFEngine(RolloutEngine):
         """Begins waiting requests in free slots, and decodes until some have ended; `timeout` is ignored."""
         if not self._abort.is_set():
             self._decode(self._begin())
-        samples = [self._sample(*each) for each in self._running if each[2].finish]
+        ended = [each for each in self._running if each[2].finish]
         self._running = [each for each in self._running if not each[2].finish]
+        samples = [self._sample(*each) for each in ended]
         if self._abort.is_set():
             rest = [*self._running, *(self._with_row(*each) for each in self._waiting)]
             samples += [self._sample(*each) for each in rest]
