@@ -5,7 +5,7 @@
 Each case is a batch of groups whose samples share a prompt. `heavy`: responses with a heavy tail on more requests than
 the engine has slots (`heavy_tail_task.py`). The others are random models, of which no response ends before its limit,
 or whose responses end at random tokens (`ends`). Seconds are CPU seconds of the process, which other work on the
-machine changes less than wall-clock seconds; medians over the rounds, each a process of its own.
+machine changes less than wall-clock seconds; medians over the rounds, each in a new process.
 
 The tokens of both trees are compared: where batches differ, rounding may let a sample take another token.
 """

@@ -7,7 +7,7 @@ in each step; the decks take turns, the one with most rows first:
                                                         each step: the module for one token of each row, draw_tokens
                                                         rows end: stop token, limit, stop string
     a quarter of a deck has ended, or is longer than its columns: `run` returns what has ended; with the next call rows
-    that go on are copied into the cache of their deck, together with new ones
+    that continue are copied into the cache of their deck, together with new ones
 
 So attention costs what rows are long, not what the longest one is. A cache with more than keys, values and states of
 linear attention is not divided: its rows run to their end before others begin. `run` ends early by an abort.
@@ -23,17 +23,13 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionLayer,
-)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines.engine import Sampling
@@ -44,13 +40,11 @@ from verl_mg.images import RowImages
 # Rows leave a deck once this share of it has ended: leaving it copies the cache of all others, joining it is a prefill.
 # With responses of 26 tokens an eighth and a half take more steps and prefills together, with 200 an eighth 5 % fewer.
 SHARE_LEAVING = 0.25
-COLUMNS, GROWTH = (
-    64,
-    4,
-)  # columns of the first deck; those of each further one are as many times more
+COLUMNS, GROWTH = (64, 4)  # columns of the first deck; those of each further one are as many times more
 
 
-class _Part(NamedTuple):
+@dataclass(frozen=True)
+class _Part:
     """Rows that go from a deck into another one."""
 
     source: _Deck
@@ -99,7 +93,7 @@ class _Deck:
 
 
 class Decoder:
-    """Continues rows of one module, of which some may begin while others go on."""
+    """Continues rows of one module, of which some may begin while others continue."""
 
     def __init__(self, step: TokenStep, vision: VisionPrefill | None = None) -> None:
         self._module, self._step, self._vision = step.module, step, vision
@@ -142,11 +136,7 @@ class Decoder:
         attend = deck.attend[:, : deck.length + 1]
         logits = self._step(deck.layers, deck.tokens, deck.positions, attend, deck.length)
         draws = draw_tokens(logits, deck.uniforms[:, deck.step], sampling)
-        deck.tokens, deck.positions, deck.step = (
-            draws.tokens[:, None],
-            deck.positions + 1,
-            deck.step + 1,
-        )
+        deck.tokens, deck.positions, deck.step = (draws.tokens[:, None], deck.positions + 1, deck.step + 1)
         deck.num_ended += add_draws(deck.rows, draws, stops)
 
     def _prefill(self, new: Sequence[Row], sampling: Sampling, stops: frozenset[int]) -> list[_Part]:
@@ -171,11 +161,7 @@ class Decoder:
             last = len(groups) - 1
             self._last = None
             if _is_divisible(deck.layers):
-                self._last = (
-                    [*groups][-1],
-                    of_prompts[last:],
-                    _formed([_Part(deck, [last], [])]),
-                )
+                self._last = ([*groups][-1], of_prompts[last:], _formed([_Part(deck, [last], [])]))
         rows = [row for part in parts for row in part.rows]
         uniforms = torch.stack([row.uniforms[0] for row in rows]).to(self._module.device)
         add_draws(rows, draw_tokens(torch.cat(logits), uniforms, sampling), stops)
@@ -188,15 +174,9 @@ class Decoder:
         starts = [width - len(context) for context in contexts]
         ids = torch.tensor([[0] * start + list(context) for start, context in zip(starts, contexts, strict=True)])
         columns = torch.arange(width) - torch.tensor(starts)[:, None]
-        ids, attend, positions = (
-            ids.to(device),
-            (columns >= 0).to(device),
-            columns.clamp(min=0).to(device),
-        )
-        next_positions, inputs = (
-            torch.tensor([[len(context)] for context in contexts], device=device),
-            {},
-        )
+        ids, attend, positions = ids.to(device), (columns >= 0).to(device), columns.clamp(min=0).to(device)
+        next_positions = torch.tensor([[len(context)] for context in contexts], device=device)
+        inputs: dict[str, Tensor] = {}
         if self._vision and any(row.images for row in rows):
             images = [row.images for row in rows]
             positions, following, inputs = self._vision.inputs(ids, attend, positions, images)
@@ -205,16 +185,7 @@ class Decoder:
         if _is_divisible(cache.layers):
             cache.layers = [_with_columns(layer) for layer in cache.layers]
         logits = forward(self._module, cache, ids, attend, positions, **inputs)
-        return logits, _Deck(
-            [],
-            cache.layers,
-            ids[:, -1:],
-            next_positions,
-            starts,
-            width,
-            ids[:, :0],
-            attend,
-        )
+        return logits, _Deck([], cache.layers, ids[:, -1:], next_positions, starts, width, ids[:, :0], attend)
 
     def _regroup(self, parts: list[_Part]) -> None:
         """Forms the decks of all rows that have not ended, `parts` of them new ones."""
@@ -235,10 +206,7 @@ class Decoder:
 
 
 def decode(
-    module: PreTrainedModel,
-    rows: Sequence[Row],
-    sampling: Sampling,
-    aborted: Callable[[], bool] = lambda: False,
+    module: PreTrainedModel, rows: Sequence[Row], sampling: Sampling, aborted: Callable[[], bool] = lambda: False
 ) -> None:
     """Continues rows to their end, or until `aborted`, which is called after every token."""
     decoder = Decoder(TokenStep(module))
@@ -262,7 +230,7 @@ def _going_on(part: _Part) -> _Part:
 
 
 def _formed(parts: Sequence[_Part]) -> _Deck:
-    """Returns a deck of the rows of parts, without columns that none of them needs, but with spare ones."""
+    """Returns a deck of the rows of parts, without columns that no row needs, but with spare ones."""
     first, rows, lengths = (
         parts[0].source,
         [r for part in parts for r in part.rows],
@@ -284,13 +252,7 @@ def _formed(parts: Sequence[_Part]) -> _Deck:
             layers.append(of_parts[0])
         elif isinstance(of_parts[0], ColumnLayer):
             states = [
-                _joined(
-                    [getattr(layer, name) for layer in of_parts],
-                    parts,
-                    index,
-                    columns,
-                    steps,
-                )
+                _joined([getattr(layer, name) for layer in of_parts], parts, index, columns, steps)
                 for name in ("keys", "values")
             ]
             layers.append(ColumnLayer(of_parts[0].window, *states))
@@ -302,26 +264,13 @@ def _formed(parts: Sequence[_Part]) -> _Deck:
     attend = torch.arange(columns + steps) >= torch.tensor(starts)[:, None]
     tokens = torch.tensor([row.tokens[-1:] for row in rows], device=device)
     positions = torch.cat([part.source.positions[chosen] for part, chosen in zip(parts, index, strict=True)])
-    return _Deck(
-        rows,
-        layers,
-        tokens,
-        positions,
-        starts,
-        columns,
-        uniforms.to(device),
-        attend.to(device),
-    )
+    return _Deck(rows, layers, tokens, positions, starts, columns, uniforms.to(device), attend.to(device))
 
 
 def _joined(
-    states: Sequence[Tensor],
-    parts: Sequence[_Part],
-    index: Sequence[Tensor],
-    columns: int,
-    spare: int,
+    states: Sequence[Tensor], parts: Sequence[_Part], index: Sequence[Tensor], columns: int, spare: int
 ) -> Tensor:
-    """Returns the last columns of chosen rows of (rows, heads, columns, dim), aligned, with spare ones behind them."""
+    """Returns the last columns of chosen rows of (rows, heads, columns, dim), aligned, followed by spare ones."""
     _, heads, _, dim = states[0].shape
     buffer = states[0].new_empty(sum(map(len, index)), heads, columns + spare, dim)
     blocks = buffer.split([*map(len, index)])
@@ -368,11 +317,7 @@ class VisionPrefill:
         self._positions = getattr(module.base_model, "get_rope_index", None)
 
     def inputs(
-        self,
-        ids: Tensor,
-        attend: Tensor,
-        positions: Tensor,
-        images: Sequence[RowImages],
+        self, ids: Tensor, attend: Tensor, positions: Tensor, images: Sequence[RowImages]
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Returns positions of the tokens and of the first new ones, (r,), and further arguments of the model.
 

@@ -144,10 +144,7 @@ def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
     top = None
     if sampling.top_logprobs:
         under = scores - best_score - total.log()
-        top = likeliest(
-            under if candidates is None else under.where(candidates, -torch.inf),
-            sampling.top_logprobs,
-        )
+        top = likeliest(under if candidates is None else under.where(candidates, -torch.inf), sampling.top_logprobs)
     return Draws(tokens.squeeze(-1), logprobs.squeeze(-1), candidates, top)
 
 

@@ -80,11 +80,7 @@ class HFEngine(RolloutEngine):
     def chosen(self) -> dict[str, str]:
         """Returns what the module computes with, by part."""
         attention = f"{self._family.attention} of transformers"
-        return {
-            "attention": attention,
-            "decoding": self._family.chosen,
-            "CUDA graphs": "off",
-        }
+        return {"attention": attention, "decoding": self._family.chosen, "CUDA graphs": "off"}
 
     def num_free_slots(self) -> int:
         """Returns the largest number of running requests minus those that run or wait."""
@@ -115,9 +111,9 @@ class HFEngine(RolloutEngine):
         return samples
 
     def begin_update(self) -> None:
-        """Begins an update; the weights may be written until `end_update`, after which running requests go on."""
+        """Begins an update; the weights may be written until `end_update`, after which running requests continue."""
         self._updating = True
-        # Keys and values of the old weights are computed again, with those of the prompts.
+        # Keys and values of the old weights are computed again, also of the prompts.
         continued = [(replace(each[0], partial=self._sample(*each)), each[1]) for each in self._running]
         self._running, self._waiting = [], continued + self._waiting
         self._decoder.clear()
@@ -134,10 +130,7 @@ class HFEngine(RolloutEngine):
         """Uses the memory of these tensors for the weights of the same names where dtype and device are equal."""
         for name, parameter in self.module.named_parameters():
             tensor = tensors.get(name)
-            if tensor is not None and (tensor.dtype, tensor.device) == (
-                parameter.dtype,
-                parameter.device,
-            ):
+            if tensor is not None and (tensor.dtype, tensor.device) == (parameter.dtype, parameter.device):
                 parameter.data = tensor
 
     def end_update(self, version: int) -> None:
@@ -214,19 +207,10 @@ class HFEngine(RolloutEngine):
             turn = partial.tokens[last_turn_start(partial) :] if partial else ()
             text_end = TextEnd(sampling.stop, self._decode_text, turn)
         finish: Finish | None = None if limit else "length"
-        return (
-            request,
-            sampling,
-            Row(request.context, numbers, request.context_images, text_end, finish),
-        )
+        return (request, sampling, Row(request.context, numbers, request.context_images, text_end, finish))
 
     def _sample(self, request: Request, sampling: Sampling, row: Row) -> Sample:
-        reported = (
-            tuple(row.tokens),
-            tuple(row.logprobs),
-            (self.version,) * len(row.tokens),
-            row.finish or "abort",
-        )
+        reported = (tuple(row.tokens), tuple(row.logprobs), (self.version,) * len(row.tokens), row.finish or "abort")
         sample = Sample(request.id, *reported, support=row.support, top=row.top)
         return request.prepend_partial(self._reports.check(request, sampling, sample, self.version))
 
@@ -235,25 +219,13 @@ def _drawing(sampling: Sampling) -> tuple[object, ...]:
     """Returns everything that decides how a token is drawn."""
     cuts = (sampling.top_p, sampling.top_k, sampling.min_p)
     reported = (sampling.returns_support, sampling.top_logprobs)
-    return (
-        sampling.temperature,
-        *cuts,
-        *reported,
-        sampling.stop_token_ids,
-        sampling.stop,
-        sampling.excluded_token_ids,
-    )
+    return (sampling.temperature, *cuts, *reported, sampling.stop_token_ids, sampling.stop, sampling.excluded_token_ids)
 
 
 def _batching_key(waiting: tuple[Request, Sampling]) -> tuple[object, ...]:
     request, sampling = waiting
     keys = [image.key for image in request.context_images]
-    return (
-        request.remaining_tokens(sampling),
-        len(request.context),
-        request.context,
-        keys,
-    )
+    return (request.remaining_tokens(sampling), len(request.context), request.context, keys)
 
 
 def _load(directory: Path, dtype: torch.dtype, attention: str) -> PreTrainedModel:

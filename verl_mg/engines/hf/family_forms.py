@@ -33,23 +33,11 @@ from verl_mg.engines.hf.drawing import Row, add_draws, draw_tokens
 from verl_mg.engines.hf.token_step import implementation
 from verl_mg.errors import UserError, one_line
 from verl_mg.models.hf_families import FAMILIES
-from verl_mg.models.shrunk_config import (
-    LONGEST_ROW,
-    narrow_module,
-    random_rows,
-    row_logits,
-    row_logprobs,
-    shrink,
-)
+from verl_mg.models.shrunk_config import LONGEST_ROW, narrow_module, random_rows, row_logits, row_logprobs, shrink
 from verl_mg.models.tiny_vision_model import ARCHITECTURES as VISION_LANGUAGE
 
 NEW_TOKENS = 12  # of each proving row
-PROMPTS = (
-    LONGEST_ROW // 3,
-    LONGEST_ROW - NEW_TOKENS,
-    LONGEST_ROW // 3,
-    LONGEST_ROW // 2,
-)  # their tokens
+PROMPTS = (LONGEST_ROW // 3, LONGEST_ROW - NEW_TOKENS, LONGEST_ROW // 3, LONGEST_ROW // 2)  # their tokens
 TOLERANCE = 1e-4  # nats in float32
 
 
@@ -90,10 +78,7 @@ def family_form(config: PreTrainedConfig, longest_row: int, is_trained: bool) ->
     try:
         attentions = _attentions(narrow, prompts)
     except Exception as error:  # of any kind: it is the code of any family
-        attentions, reason = (
-            [],
-            f"its eager attention does not run over whole rows ({one_line(error)})",
-        )
+        attentions, reason = ([], f"its eager attention does not run over whole rows ({one_line(error)})")
     for form in Form if attentions else ():
         failures = []
         for attention in attentions:
@@ -129,9 +114,7 @@ def generate(
                 ids = torch.cat([ids, drawn], 1)
             continue
         options = GenerationConfig(
-            max_new_tokens=max(row.num_left for row in of_group),
-            do_sample=False,
-            pad_token_id=0,
+            max_new_tokens=max(row.num_left for row in of_group), do_sample=False, pad_token_id=0
         )
         module.generate(
             ids,
@@ -182,21 +165,13 @@ def _attentions(narrow: PreTrainedConfig, prompts: Sequence[tuple[int, ...]]) ->
     """Returns the attentions that compute whole rows as the eager one does, the faster first."""
     expected = row_logprobs(narrow_module(narrow, "eager"), prompts)
     try:
-        fails = _difference(
-            expected,
-            row_logprobs(narrow_module(narrow, implementation("sdpa")), prompts),
-        )
+        fails = _difference(expected, row_logprobs(narrow_module(narrow, implementation("sdpa")), prompts))
     except Exception as error:  # of any kind: some families have no such attention
         fails = one_line(error)
     return ["eager"] if fails else ["sdpa", "eager"]
 
 
-def _failure(
-    narrow: PreTrainedConfig,
-    attention: str,
-    form: Form,
-    prompts: Sequence[tuple[int, ...]],
-) -> str:
+def _failure(narrow: PreTrainedConfig, attention: str, form: Form, prompts: Sequence[tuple[int, ...]]) -> str:
     """Returns what is wrong with a form, "" where it is right."""
     sampling = Sampling(max_new_tokens=NEW_TOKENS)
     uniforms = torch.rand(len(prompts), NEW_TOKENS, generator=torch.Generator().manual_seed(1))
@@ -209,10 +184,7 @@ def _failure(
             decode(module, continued, sampling)
         else:
             generate(module, form, continued, sampling)
-        whole = row_logprobs(
-            narrow_module(narrow, "eager"),
-            [(*row.context, *row.tokens) for row in continued],
-        )
+        whole = row_logprobs(narrow_module(narrow, "eager"), [(*row.context, *row.tokens) for row in continued])
         expected = [of_row[len(prompt) - 1 :] for prompt, of_row in zip(prompts, whole, strict=True)]
         return _difference(expected, [torch.tensor(row.logprobs) for row in continued])
     except Exception as error:  # of any kind: it is the code of any family

@@ -17,12 +17,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    DynamicCache,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -33,12 +28,7 @@ GROUPED_SDPA = "grouped_sdpa"  # name in `transformers`' registries
 
 
 def grouped_sdpa(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **options: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Computes the attention that `transformers` calls "sdpa", for a single token without copies of keys and values."""
     rows, heads, tokens, width = query.shape
@@ -77,12 +67,7 @@ class ColumnLayer(DynamicLayer):
     last `window` of them, None: to all.
     """
 
-    def __init__(
-        self,
-        window: int | None,
-        keys: Tensor | None = None,
-        values: Tensor | None = None,
-    ) -> None:
+    def __init__(self, window: int | None, keys: Tensor | None = None, values: Tensor | None = None) -> None:
         super().__init__()
         self.window, self.is_sliding = window, window is not None
         self.keys, self.values, self.is_initialized = keys, values, keys is not None
@@ -91,7 +76,7 @@ class ColumnLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Keeps the states of prompts, or adds those of a token; returns all that it attends to."""
+        """Keeps the states of prompts, or adds the states of a token; returns all that it attends to."""
         if self.keys is None or self.values is None:
             self.keys, self.values, self.is_initialized = key_states, value_states, True
             return key_states, value_states
@@ -106,7 +91,7 @@ class ColumnLayer(DynamicLayer):
         """Returns the number of columns in use."""
         return self.length  # type: ignore[no-any-return]  # an integer except while a step is recorded
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[Any, Any]:
         """Returns the number of columns that are attended to, and the number of the first."""
         end = self.length + query_length
         if self.window is None:
@@ -131,15 +116,8 @@ class TokenStep:
         if places != self._places:
             self._places, self._recorded, self._num_steps = places, None, 0
 
-    def __call__(
-        self,
-        layers: Sequence[Any],
-        tokens: Tensor,
-        positions: Tensor,
-        attend: Tensor,
-        length: int,
-    ) -> Tensor:
-        """Returns the logits (r, V) after tokens (r, 1) at positions (r, 1) behind `length` columns of the cache.
+    def __call__(self, layers: Sequence[Any], tokens: Tensor, positions: Tensor, attend: Tensor, length: int) -> Tensor:
+        """Returns the logits (r, V) after tokens (r, 1) at positions (r, 1) after `length` columns of the cache.
 
         `attend` (r, length + 1) is false in columns that a row does not attend to.
         """
@@ -153,12 +131,7 @@ class TokenStep:
         return self._logits(layers, tokens, positions, attend, length)
 
     def _logits(
-        self,
-        layers: Sequence[Any],
-        tokens: Tensor,
-        positions: Tensor,
-        attend: Tensor,
-        length: int | Tensor,
+        self, layers: Sequence[Any], tokens: Tensor, positions: Tensor, attend: Tensor, length: int | Tensor
     ) -> Tensor:
         for layer in layers:
             if isinstance(layer, ColumnLayer):
@@ -168,50 +141,24 @@ class TokenStep:
         return forward(self.module, cache, tokens, attend, positions)
 
     def _record(
-        self,
-        layers: Sequence[ColumnLayer],
-        tokens: Tensor,
-        positions: Tensor,
-        attend: Tensor,
-        length: int,
+        self, layers: Sequence[ColumnLayer], tokens: Tensor, positions: Tensor, attend: Tensor, length: int
     ) -> Callable[..., Tensor] | None:
         """Returns the recorded operators, None where they might compute something else with other values."""
         windows = [layer.window for layer in layers]
 
-        def run(
-            tokens: Tensor,
-            positions: Tensor,
-            attend: Tensor,
-            length: Any,
-            *columns: Tensor,
-        ) -> Tensor:
+        def run(tokens: Tensor, positions: Tensor, attend: Tensor, length: Any, *columns: Tensor) -> Tensor:
             pairs = zip(windows, columns[::2], columns[1::2], strict=True)
-            return self._logits(
-                [ColumnLayer(*each) for each in pairs],
-                tokens,
-                positions,
-                attend,
-                length,
-            )
+            return self._logits([ColumnLayer(*each) for each in pairs], tokens, positions, attend, length)
 
         # Fewer rows and columns too, in copies: a number that was recorded in place of a size shows.
         few, short = (len(tokens) + 1) // 2, (length + 1) // 2
-        cases = [
+        cases: list[tuple[Any, ...]] = [
             (tokens, positions, attend, length, *_columns(layers)),
-            (
-                tokens[:few],
-                positions[:few],
-                attend[:few, -short - 1 :],
-                short,
-                *(x[:few] for x in _columns(layers)),
-            ),
+            (tokens[:few], positions[:few], attend[:few, -short - 1 :], short, *(x[:few] for x in _columns(layers))),
         ]
         cases = [(*case[:4], *(states.clone() for states in case[4:])) for case in cases]
         try:
-            with (
-                _ReadsValues() as reads,
-                warnings.catch_warnings(record=True) as caught,
-            ):
+            with _ReadsValues() as reads, warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 expected = [run(*case) for case in cases]
                 if reads.any:
@@ -231,12 +178,7 @@ class TokenStep:
 
 
 def forward(
-    module: PreTrainedModel,
-    cache: DynamicCache,
-    ids: Tensor,
-    attend: Tensor,
-    positions: Tensor,
-    **inputs: Any,
+    module: PreTrainedModel, cache: DynamicCache, ids: Tensor, attend: Tensor, positions: Tensor, **inputs: Any
 ) -> Tensor:
     """Returns the logits (r, V) after the last of ids (r, t) at positions (r, t); attend: (r, cached + t) bool."""
     output = module(
@@ -260,11 +202,7 @@ class _ReadsValues(TorchDispatchMode):
         self.any = False
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs an operator."""
         tags = set(func.tags)
