@@ -68,14 +68,21 @@ fetch the rows that they work on and bring columns back, so a recipe never menti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from verl_mg.images import RowImages
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from verl_mg import pending_column
+else:
+    torch = lazy_import("torch")
+    pending_column = lazy_import("verl_mg.pending_column")
 
 
 class ColumnKind(IntEnum):
@@ -104,72 +111,6 @@ SEQUENCE_COLUMNS = frozenset(
     {"reward", "group", "trajectory", "sample_id", "prefix_of", "prefix_length", "prompt_id", "prompt_length"}
     | {"agent", "policy_version", "truncated", "pair", "chosen", "teacher"}
 )
-
-
-class PendingColumn(Tensor):
-    """Column that a role call in a `with job.concurrent_roles()` block returns: computed at the end of the block.
-
-    Before that it can only be put into a `Batch`; every other use raises RuntimeError. Afterwards it behaves like an
-    ordinary tensor.
-    """
-
-    call: str  # the role call that computes it, such as "actor.compute_logprobs"
-    dimensions: tuple[int, ...]
-    computed: bool
-
-    @staticmethod
-    def create(call: str, dimensions: Sequence[int], dtype: torch.dtype = torch.float32) -> PendingColumn:
-        """Returns a column without values.
-
-        Args:
-            call: the role call that computes it.
-            dimensions: shape, the number of entries first.
-            dtype: dtype of the values.
-        """
-        column = torch.empty(*dimensions, dtype=dtype).as_subclass(PendingColumn)
-        column.call, column.dimensions, column.computed = call, tuple(dimensions), False
-        return column
-
-    def fill(self, values: Tensor) -> None:
-        """Sets the values of the column, which must not be read before."""
-        self.computed = True
-        self.read(self.call).copy_(values)
-
-    def read(self, what: str) -> Tensor:
-        """Returns the values as an ordinary tensor; RuntimeError naming `what` before they are computed."""
-        if not self.computed:
-            raise RuntimeError(
-                f"{what} is not computed yet: it is requested in a `with job.concurrent_roles()` block; "
-                "read it after the block"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self.computed:
-            return repr(self.read(self.call))
-        return f"PendingColumn({self.call}, {self.dimensions[0]} entries)"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.read(f"the result of {self.call}").__reduce_ex__(protocol)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # Any use before the values would compute with uninitialized memory, so it raises instead.
-        for column in _pending_columns((args, kwargs or {})):
-            column.read(f"the result of {column.call}")
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-def _pending_columns(arguments: Any) -> Iterator[PendingColumn]:
-    if isinstance(arguments, PendingColumn):
-        yield arguments
-    elif isinstance(arguments, list | tuple | dict):
-        for part in arguments.values() if isinstance(arguments, dict) else arguments:
-            yield from _pending_columns(part)
 
 
 class Batch:
@@ -206,7 +147,7 @@ class Batch:
             raise KeyError(f"the batch has no column {name!r}; it has {', '.join(self.names()) or 'none'}")
         values = self._columns[name]
         # Once it is computed it becomes an ordinary tensor, whose operations take no detour through Python.
-        if isinstance(values, PendingColumn):
+        if isinstance(values, pending_column.PendingColumn):
             values = self._columns[name] = values.read(f"column {name!r}")
         return values
 
@@ -422,9 +363,9 @@ class Batch:
                 rows.put(name, self[name], self._kinds[name])
         return rows
 
-    def repeat(self, times: int) -> Batch:
-        """Returns each row `times` times, copies side by side."""
-        return self.select(torch.arange(len(self)).repeat_interleave(times))
+    def repeat(self, times: int | Sequence[int]) -> Batch:
+        """Returns each row `times` times, copies side by side; a sequence has the number for each row."""
+        return self.select(torch.arange(len(self)).repeat_interleave(torch.as_tensor(times, dtype=torch.int64)))
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
         """Returns consecutive parts of the given numbers of rows, which must add up to n."""
@@ -466,4 +407,4 @@ def _count(index: Tensor) -> int:
 
 
 def _shape(values: Tensor) -> tuple[int, ...]:
-    return values.dimensions if isinstance(values, PendingColumn) else tuple(values.shape)
+    return values.dimensions if isinstance(values, pending_column.PendingColumn) else tuple(values.shape)

@@ -250,6 +250,41 @@ def test_token_beyond_the_vocabulary_raises(engine):
         engine.submit([Request(5, (6, 500), 0)], SHORT)
 
 
+@of_processes
+def test_prompts_with_more_tokens_than_a_step_computes_are_answered(engine):
+    samples = engine.generate([Request(i, (6 + i % 8, *range(3, 11)) * 27, seed=i) for i in range(16)], SHORT)
+    assert [len(sample.tokens) for sample in samples] == [5] * 16
+
+
+@of_processes
+def test_request_that_the_engine_refuses_is_named_and_the_others_of_its_batch_are_generated(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_limits", replace(engine._limits, max_positions=1000))
+    first, second, third = requests(3)
+    engine.submit([first, replace(second, prompt=(6,) * 300), third], SHORT)
+    samples, refused = [], ""
+    while len(samples) < 2 or not refused:
+        try:
+            samples += engine.collect(0.5)
+        except UserError as error:
+            refused = str(error)
+    assert f"rejects request {second.id} " in refused and {sample.id for sample in samples} == {first.id, third.id}
+
+
+@of_processes
+def test_requests_of_one_call_are_one_message_and_a_prompt_is_in_it_once(engine, monkeypatch):
+    sent, received = [], []
+    process = engine._running_process
+    send, handle = process.send, engine._handle
+    monkeypatch.setattr(process, "send", lambda message: sent.append(message) or send(message))
+    monkeypatch.setattr(engine, "_handle", lambda message: received.append(message) or handle(message))
+    prompts = [request.prompt for request in requests(2)]
+    samples = engine.generate([Request(i, prompts[i // 8], i) for i in range(16)], SHORT)
+    (message,) = sent
+    assert message["generate"]["contexts"] == prompts and len(message["generate"]["own"]) == 16
+    # All are complete in the same step, or in a few where an engine begins a part of them.
+    assert sum(len(part["samples"]) for part in received) == len(samples) == 16 and len(received) < 8
+
+
 @with_padding
 def test_rows_that_pad_the_vocabulary_are_never_drawn(engine, mixtures):
     """Of a large row and its negative, one would have the largest logit at every place."""

@@ -6,14 +6,13 @@ import torch.distributed as dist
 
 from verl_mg.algorithms.divergence import Divergence
 from verl_mg.training.logprobs import (
-    Draw,
-    OutputLayer,
     TeacherTokens,
     vocab_parallel_divergence,
     vocab_parallel_logprobs,
     vocab_parallel_top,
 )
 from verl_mg.training.microbatch import Support
+from verl_mg.training.output_layer import Draw, OutputLayer
 
 TOKENS, HIDDEN, VOCAB, TEMPERATURE = 11, 6, 13, 0.7
 WIDTHS = (9, 5)
@@ -62,7 +61,7 @@ def shard_of(weight, rows_per_rank):
 
 def compared(kinds, rows_per_rank, chunk_bytes, softcap, several=False):
     with pytest.MonkeyPatch.context() as patch:  # the ranks live on
-        patch.setattr("verl_mg.training.logprobs.CHUNK_BYTES", {"cpu": chunk_bytes})
+        patch.setattr("verl_mg.training.output_layer.CHUNK_BYTES", {"cpu": chunk_bytes})
         cases = [(kind, is_limited) for kind in kinds for is_limited in (False, True)]
         return {
             (kind, limited): compared_by(kind, draw(limited), rows_per_rank, softcap, several)
@@ -191,13 +190,17 @@ def squares_of(rows_per_rank, is_limited):
     shard, first, real = shard_of(weight, rows_per_rank)
     layer = OutputLayer(shard, first, real, dist.group.WORLD)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl_mg.training.logprobs.CHUNK_BYTES", {"cpu": 12 * rows_per_rank})  # three tokens in a chunk
+        patch.setattr("verl_mg.training.output_layer.CHUNK_BYTES", {"cpu": 12 * rows_per_rank})  # three tokens in a chunk
         return vocab_parallel_logprobs(hidden, inputs()[2], layer, draw(is_limited), "squares")
 
 
 @pytest.mark.parametrize("is_limited", [False, True])
 @pytest.mark.parametrize(("count", "rows"), [(1, 13), (4, 5)])
 def test_vocab_parallel_squares_equal_sums_of_full_probabilities(ranks, count, rows, is_limited):
+    assert_squares_equal_reference(ranks, count, rows, is_limited)
+
+
+def assert_squares_equal_reference(ranks, count, rows, is_limited):
     hidden, weight, targets, *_ = inputs()
     whole = whole_logits(hidden, weight, is_limited).double().softmax(-1)
     expected = whole.gather(1, targets[:, None])[:, 0].log().float(), whole.square().sum(-1).float()
@@ -209,6 +212,10 @@ def test_vocab_parallel_squares_equal_sums_of_full_probabilities(ranks, count, r
 @pytest.mark.parametrize(("count", "rows"), [(1, 13), (2, 8), (4, 5)])
 @pytest.mark.parametrize("k", [3, 13])
 def test_vocab_parallel_top_equals_topk_of_full_logits(ranks, count, rows, k, is_limited):
+    assert_top_equals_reference(ranks, count, rows, k, is_limited)
+
+
+def assert_top_equals_reference(ranks, count, rows, k, is_limited):
     hidden, weight, *_ = inputs()
     hidden.requires_grad_()
     expected = whole_logits(hidden, weight, is_limited).log_softmax(-1).topk(k)

@@ -48,6 +48,7 @@ from verl_mg.engines.engine_attachment import EngineAttachment
 from verl_mg.engines.engine_options import EngineOptions, EngineProgram
 from verl_mg.engines.kinds import ProcessKind
 from verl_mg.engines.ports import BLOCK_SIZE, PortBlock
+from verl_mg.engines.request_batch import RequestBatch
 from verl_mg.engines.request_tracker import RequestTracker
 from verl_mg.errors import UserError
 
@@ -322,8 +323,8 @@ class ProcessEngine(RequestTracker):
         """Aborts all requests in flight."""
         self._running_process.send({"abort": None})
 
-    def _generate(self, rid: str, request: dict[str, Any]) -> None:
-        self._running_process.send({"generate": rid, "request": request})
+    def _generate(self, batch: RequestBatch) -> None:
+        self._running_process.send({"generate": vars(batch)})
 
     def _abort_request(self, rid: str) -> None:
         self._running_process.send({"abort": rid})
@@ -339,7 +340,8 @@ class ProcessEngine(RequestTracker):
         if "call" in message:
             self._results[message["call"]] = message["ok"], message["message"]
         else:
-            self._complete(message["sample"], message)
+            for rid, result in message["samples"].items():
+                self._complete(rid, result)
 
     def pause(self) -> None:
         """Stops generation between two tokens, for an update of the weights with requests in flight."""

@@ -24,22 +24,29 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-
-import numpy as np
-import numpy.typing as npt
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from verl_mg import device
+from verl_mg.dtypes import torch_dtype
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.tensor_index import TensorInfo
-from verl_mg.reshard.chunking import TensorChunk
 from verl_mg.reshard.encoding import Encoding, add_largest, check_packing, encode_box
 from verl_mg.reshard.schedule import Schedule
 from verl_mg.sharding.boxes import Box, Piece, Shard, box_shape, slices
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, Replicas, ShardMap
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+else:
+    np = lazy_import("numpy")
+    torch = lazy_import("torch")
+    dist = lazy_import("torch.distributed")
 
 
 def quantized_tensors(table: ModelTable) -> frozenset[str]:
@@ -193,23 +200,6 @@ class EncodedSource(EncodedShardMap):
         return count > 1
 
 
-class EncodedPart(TensorChunk):
-    """Shard map of some of the tensors of an encoded source, scales among them; it cuts parameters."""
-
-    def __init__(self, source: EncodedSource, tensors: Iterable[str]) -> None:
-        super().__init__(source, source.shards, tensors)
-        self.source = source
-
-    def shards(self, rank: int) -> Mapping[str, Shard]:
-        """Returns the rank's parameters with their pieces of the part's tensors."""
-        result: dict[str, Shard] = {}
-        for name, shard in self.source.shards(rank).items():
-            pieces = tuple(piece for piece in shard.pieces if piece.tensor in self.tensors)
-            if pieces:
-                result[name] = replace(shard, pieces=pieces)
-        return result
-
-
 class EncodedTarget(EncodedShardMap):
     """The parameters of a quantized engine: `weight` and its scales, with the boxes of the weights that it has."""
 
@@ -290,21 +280,21 @@ class Encoder:
     # Ranks agree on scales, and do not move the rows of shared blocks to one of them: that would send twice. A part is
     # encoded before it is sent, not message by message: so an element is quantized once for all its receivers.
 
-    def __init__(self, part: EncodedPart, schedule: Schedule, dtype: torch.dtype) -> None:
-        self._part, self._source, self._dtype, self._schedule = part, part.source, dtype, schedule
-        self._encoding = part.source.encoding
-        encoded = [name for name in part.tensors if name in part.source.encoded]
+    def __init__(self, source: EncodedSource, tensors: Collection[str], schedule: Schedule, dtype: torch.dtype) -> None:
+        self._source, self._dtype, self._schedule = source, dtype, schedule
+        self._encoding = source.encoding
+        encoded = [name for name in tensors if name in source.encoded]
         # One mask for all tensors with the same boxes, such as one kind of each layer.
         masks: dict[Hashable, torch.Tensor] = {}
         for name in encoded:
-            key = part.source.whole.sharding_key(name)
+            key = source.whole.sharding_key(name)
             if key not in masks:
-                masks[key] = torch.from_numpy(np.ascontiguousarray(part.source.shared_blocks(name)))
-        self._shared = {name: masks[part.source.whole.sharding_key(name)] for name in encoded}
+                masks[key] = torch.from_numpy(np.ascontiguousarray(source.shared_blocks(name)))
+        self._shared = {name: masks[source.whole.sharding_key(name)] for name in encoded}
         self.bytes_exchanged = 4 * sum(int(mask.sum()) for mask in self._shared.values())
         """Bytes of largest magnitudes that the ranks exchange in a run, in addition to the schedule's."""
         self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-        for parameter, shard in part.source.whole.shards(schedule.rank).items():
+        for parameter, shard in source.whole.shards(schedule.rank).items():
             for piece in shard.pieces:
                 if piece.tensor in self._shared:
                     self._pieces[piece.tensor].append((parameter, piece))
@@ -339,11 +329,10 @@ class Encoder:
                 add_largest(largest[tensor], values, piece.source, self._encoding.block(shape))
         self._exchange(largest, here, group)
         result = {name: tensor for name, tensor in parameters.items() if name in self._schedule.source_shapes}
-        for name, shard in self._part.shards(self._schedule.rank).items():
-            if shard.pieces[0].tensor in self._shared:
-                dtype = self._encoding.dtype
-                memory = torch.empty(shard.shape if name in sent else (), dtype=dtype, device=here)
-                result[name] = memory.expand(shard.shape)  # what is not sent needs no memory
+        for name in {parameter + self._encoding.value_suffix for p in self._pieces.values() for parameter, _ in p}:
+            if name in sent:  # what is not sent needs no memory
+                shape = self._schedule.source_shapes[name]
+                result[name] = torch.empty(shape, dtype=torch_dtype(self._encoding.dtype), device=here)
         for tensor, magnitudes in largest.items():
             scales = self._encoding.scales(magnitudes, self._dtype)
             result[self._source.scales_of(tensor)] = scales
@@ -352,10 +341,6 @@ class Encoder:
                 if name in sent:
                     values = self._values(parameters, parameter, piece)
                     encode_box(self._encoding, values, scales, piece.source, self._memory_of(result[name], piece))
-        # Scales that this rank neither computes nor sends: `execute` requires all planned parameters in their shapes.
-        for name, shape in self._schedule.source_shapes.items():
-            if name not in result:
-                result[name] = torch.empty((), device=here).expand(shape)
         return result
 
     def _is_read(self, tensor: str) -> bool:

@@ -14,14 +14,18 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
-
+from verl_mg.dtypes import torch_dtype
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
 from verl_mg.sharding.boxes import BlockSize, Box, scale_grid
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 Wire = Literal["cast", "fp8_block", "fp8_channel", "mxfp8", "int4"]
 """Form in which the weights of an engine travel; `cast`: in its dtype, not quantized."""
@@ -35,10 +39,10 @@ class Encoding(ABC):
 
     wire: Wire
     """Its name, for messages."""
-    dtype: torch.dtype
-    """Dtype of the values on the wire."""
-    scale_dtype: torch.dtype | None
-    """Dtype of the scales; None: the model's."""
+    dtype: str
+    """Name of the dtype of the values on the wire."""
+    scale_dtype: str | None
+    """Name of the dtype of the scales; None: the model's."""
     scale_suffix: str
     """End of the names of scales, after the name of the parameter."""
     value_suffix: str = ""
@@ -76,8 +80,8 @@ class FP8(Encoding):
     """Values in float8_e4m3fn; the largest one of a block is the largest that the dtype has."""
 
     wire: Wire = "fp8_block"
-    dtype: torch.dtype = torch.float8_e4m3fn
-    scale_dtype: torch.dtype | None = torch.float32
+    dtype: str = "float8_e4m3fn"
+    scale_dtype: str | None = "float32"
     scale_suffix: str = "_scale_inv"
     smallest: float = 1e-4
     """Smallest value that is taken for the largest magnitude of a block."""
@@ -93,8 +97,8 @@ class FP8(Encoding):
         # As the quantizer of each engine computes: vLLM multiplies by the rounded reciprocal, SGLang divides.
         if self.by_reciprocal:
             factors = torch.where(scales == 0, scales, scales.reciprocal())
-            return (values.float() * factors).clamp(-_FP8_MAX, _FP8_MAX).to(self.dtype)
-        return (values.float() / scales).to(self.dtype)
+            return (values.float() * factors).clamp(-_FP8_MAX, _FP8_MAX).to(torch_dtype(self.dtype))
+        return (values.float() / scales).to(torch_dtype(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,8 @@ class MXFP8(Encoding):
     """Values in float8_e4m3fn, scales in E8M0 (OCP Microscaling Formats, version 1.0, sections 5.3.1 and 5.4.1)."""
 
     wire: Wire = "mxfp8"
-    dtype: torch.dtype = torch.float8_e4m3fn
-    scale_dtype: torch.dtype | None = torch.uint8  # the bytes of float8_e8m0fnu, as SGLang's parameters have them
+    dtype: str = "float8_e4m3fn"
+    scale_dtype: str | None = "uint8"  # the bytes of float8_e8m0fnu, as SGLang's parameters have them
     scale_suffix: str = "_scale_inv"
     rows: int = 1
     columns: int | None = 32
@@ -123,7 +127,7 @@ class MXFP8(Encoding):
         # GPU: the device divides and casts, for the bits that SGLang's quantizer makes there.
         # GPU-TEST: tests/reshard/test_encoding.py::test_mxfp8_of_every_bfloat16_equals_an_engine_bitwise
         # GPU-RAN: not yet
-        return (values.float() / scales.view(torch.float8_e8m0fnu).float()).to(self.dtype)
+        return (values.float() / scales.view(torch.float8_e8m0fnu).float()).to(torch_dtype(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -131,8 +135,8 @@ class Int4(Encoding):
     """Integers from -8 to 7, eight in an int32, in the format `pack-quantized` of compressed-tensors."""
 
     wire: Wire = "int4"
-    dtype: torch.dtype = torch.int32
-    scale_dtype: torch.dtype | None = None
+    dtype: str = "int32"
+    scale_dtype: str | None = None
     scale_suffix: str = "_scale"
     value_suffix: str = "_packed"
     rows: int = 1
@@ -183,7 +187,7 @@ def add_largest(largest: Tensor, values: Tensor, box: Box, block: BlockSize) -> 
         # Blocks that the box cuts are filled with zeros.
         sides = (0, 0) if one_column else (left % width, -right % width)
         margins = (*sides, first - start, -last % height)
-        magnitudes = pad(magnitudes, margins) if any(margins) else magnitudes
+        magnitudes = torch.nn.functional.pad(magnitudes, margins) if any(margins) else magnitudes
         across = magnitudes.shape[1] if one_column else width
         of_blocks = magnitudes.view(-1, height, magnitudes.shape[1] // across, across).amax((1, 3)).float()
         part = largest[start // height : -(-last // height), columns]

@@ -22,17 +22,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
 from verl_mg.reshard.epochs import LAG
 from verl_mg.reshard.plan import Copy
 from verl_mg.reshard.schedule import Bucket, Index, Message, Schedule
 
-Tensors = Mapping[str, Tensor]
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
+    dist = lazy_import("torch.distributed")
+
+Tensors: TypeAlias = "Mapping[str, Tensor]"
 
 
 @dataclass

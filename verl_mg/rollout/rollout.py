@@ -323,8 +323,8 @@ class Rollout(RolloutSource):
         for group in queued:
             group.state = GroupState.RUNNING
             # A group of an earlier call is filtered by all its scores, also of samples that were completed then.
-            for i in group.done & self._groups.completed.keys() if score_filter else ():
-                queue.mark_done(i)
+            if score_filter:
+                queue.mark_done(sorted(group.done & self._groups.completed.keys()))
         self._engines.acquire_memory()
         self._worker.add(queue, self._resumed(queued))
         if self._separate:

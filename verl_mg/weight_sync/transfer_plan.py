@@ -31,7 +31,7 @@ from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.reshard import Schedule, Traffic, execute, plan, schedule, split_into_chunks
 from verl_mg.reshard.delta import Patch
 from verl_mg.reshard.delta_transfer import SentValues, transfer_changes
-from verl_mg.reshard.encode import EncodedMaps, EncodedPart, Encoder, encoded_maps
+from verl_mg.reshard.encode import EncodedMaps, Encoder, encoded_maps
 from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.model_table import ModelTable
@@ -164,20 +164,18 @@ def plan_transfer(
     rank = dist.get_rank()
     receivers = (rank,) if receivers is None else receivers
     node = ranks_per_node or device.ranks_of_a_node(dist.get_world_size())
-    chunks, lower_bounds = [], dict.fromkeys(receivers, 0)
+    moves, chunks = plan(maps.source if maps else source, target, node), []
     elements = (max_bytes or CHUNK_BYTES) // dtype.itemsize
     for part in split_into_chunks(target, sized_by or target.ranks, elements, keep_together):
-        encoded = EncodedPart(maps.source, part.tensors) if maps else None
-        moves = plan(encoded or source, part, node)
-        messages = schedule(moves, rank, dtype)
-        encoder = Encoder(encoded, messages, dtype) if encoded else None
-        received = {member: messages if member == rank else schedule(moves, member, dtype) for member in receivers}
+        made = {
+            member: schedule(moves, member, dtype, tensors=part.tensors) for member in dict.fromkeys([rank, *receivers])
+        }
+        encoder = Encoder(maps.source, part.tensors, made[rank], dtype) if maps else None
         shards = part.shards(rank)
         dtypes = wire_dtypes(shards, part.tensors, dtype)
-        chunks.append(Chunk(part.tensors, messages, encoder, shards, dtypes, received))
-        for member in receivers:
-            lower_bounds[member] += moves.lower_bound(member, dtype.itemsize)
-    return TransferPlan(target, chunks, lower_bounds)
+        received = {member: made[member] for member in receivers}
+        chunks.append(Chunk(part.tensors, made[rank], encoder, shards, dtypes, received))
+    return TransferPlan(target, chunks, {member: moves.lower_bound(member, dtype.itemsize) for member in receivers})
 
 
 def plan_to_engines(

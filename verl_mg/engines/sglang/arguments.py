@@ -6,17 +6,22 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from verl_mg import device
 from verl_mg.config.checks import Refusal, under
 from verl_mg.engines.engine_options import EXACT_TRITON, EngineCase, EngineOptions, in_float32, inherited_environment
-from verl_mg.engines.sglang.weight_loader import LOADER
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard.encoding import Wire
 
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_import("torch")
+
+# Name of the loader, for the server argument `custom_weight_loader` and as load format.
+LOADER = "verl_mg.engines.sglang.weight_loader.load_chunk"
 # Largest number of candidates of a token that engines report, more than a vocabulary has; `return_all_candidates` has
 # them pack only those that there are.
 MAX_CANDIDATES = 2**24
