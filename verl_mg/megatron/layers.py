@@ -79,7 +79,7 @@ def _norm_gradients(
     # x is multiplied with the numbers of its tokens, `inverse`, in sums and not in a pass of its own.
     products = x * grad
     if needs_weight_grad:
-        weight_grad = (inverse.flatten() @ products.flatten(0, -2)).to(weight.dtype)
+        weight_grad = products.flatten(0, -2).T.mv(inverse.flatten()).to(weight.dtype)
     projection = (products @ factor).unsqueeze(-1).mul_(inverse.square()).div_(x.shape[-1])
     return (grad * factor).addcmul_(x, projection, value=-1).mul_(inverse).to(dtype), weight_grad
 
