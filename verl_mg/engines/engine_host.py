@@ -37,6 +37,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -454,6 +455,7 @@ def main(create: Callable[[dict[str, Any], EngineOptions, asyncio.AbstractEventL
     # Before the engine starts: a rank that resumes meanwhile waits at the socket instead of starting another engine.
     listener = EngineListener(EngineAttachment(**first["attachment"]), LINE_LIMIT) if first["attachment"] else None
     host = create(first["arguments"], EngineOptions.from_json(first["options"]), loop)
+    gc.freeze()  # a full collection would look at all that the engine's libraries have made
     try:
         loop.run_until_complete(host.serve(reader, writer, listener))
     finally:
