@@ -166,7 +166,7 @@ def start_table(job: RunningJob) -> StartTable:
 
 
 def _host_rows(ranks: Sequence[Mapping[str, Sequence[int]]], planned: Mapping[str, float]) -> list[Choice]:
-    """Returns rows with the resident memory of the fullest rank by phase, with the bytes of a phase that is in `planned`."""
+    """Returns rows with the resident memory of the fullest rank by phase, with the bytes that are `planned`."""
     names = {of_timer: of_plan for of_plan, several in OF_PLAN.items() for of_timer in several}
     largest: dict[str, tuple[int, int]] = {}
     for rank in ranks:
