@@ -126,6 +126,8 @@ class TokenStep:
                 return self._recorded(tokens, positions, attend, torch.tensor(length), *_columns(layers))
         self._num_steps += 1
         # GPU: kernels are started by the module's Python.
+        # GPU-TEST: none
+        # GPU-RAN: h200-1, h100-1
         if self._num_steps == STEPS_BEFORE_TRACE and _is_plain(layers) and tokens.device.type == "cpu":
             self._recorded = self._record(layers, tokens, positions, attend, length)
         return self._logits(layers, tokens, positions, attend, length)
