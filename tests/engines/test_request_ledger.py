@@ -15,8 +15,8 @@ REQUEST: dict[str, Any] = {"max_new_tokens": 8, "seed": None, "images": []}
 
 def request_key(rid: str, version: int, tokens: Sequence[int] = (1, 2), **changes: object) -> str:
     """Of a request that is second in its message."""
-    own = [REQUEST | {"rid": "99.0", "context": 0}, REQUEST | {"rid": rid, "context": 1} | changes]
-    return RequestBatch({"top_k": 0}, [[3], tokens], {}, own).keys(version)[rid]
+    items = [REQUEST | {"rid": "99.0", "context": 0}, REQUEST | {"rid": rid, "context": 1} | changes]
+    return RequestBatch({"top_k": 0}, [[3], tokens], {}, items).keys(version)[rid]
 
 
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:

@@ -223,7 +223,7 @@ for number, line in enumerate(stream.makefile("rb")):
         answer = {"call": message["call"], "ok": True, "message": ""}
     elif "generate" in message and str(start) not in deadly:
         tokens = {"tokens": [5], "logprobs": [-0.5], "finish": "length", "spans": [], "routed_experts": None}
-        answer = {"samples": {own["rid"]: tokens for own in message["generate"]["own"]}}
+        answer = {"samples": {item["rid"]: tokens for item in message["generate"]["items"]}}
     elif "generate" in message:
         print("no kernel for batches of this shape", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -3,7 +3,7 @@
     python -m tools.bench.bench_requests [--engine sglang] [--python PYTHON] [--requests 2048] [--group 8]
         [--prompt 32] [--tokens 4] [--running 256] [--rounds 5]
 
-`SyncRollout.generate` on one rank with one engine, in turn with the engine's own interface (`own_interface`), which
+`SyncRollout.generate` on one rank with one engine, in turn with the engine's Python API (`engine_api`), which
 gets all requests in one list. Prints for each of them the requests per second and the CPU microseconds of a request: in
 the rank, in the engine's main process, which has our host and the part of the engine that takes requests, and in its
 further processes, of scheduler and model. Medians over the rounds after a warm-up, and the messages and requests to the
@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import Store, TCPStore
+from torch.distributed import HashStore, Store, TCPStore
 
-from tools.bench import own_interface
+from tools.bench import engine_api
 from tools.bench.harness import on_ranks, options_of
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
@@ -56,11 +56,11 @@ Cost = tuple[float, ...]
 class CountedStore:
     """Store that counts the requests it gets, by method."""
 
-    def __init__(self, inner: Store) -> None:
-        self._inner, self.requests = inner, Counter[str]()
+    def __init__(self, inner: Store, requests: Counter[str]) -> None:
+        self._inner, self._requests = inner, requests
 
     def __getattr__(self, name: str) -> Any:
-        self.requests[name] += 1
+        self._requests[name] += 1
         return getattr(self._inner, name)
 
 
@@ -68,7 +68,7 @@ class LoadedEngines(InFlightEngineGroup):
     """Engines that have their weights, and keep them."""
 
     def update_weights(self, actor: Actor) -> dict[str, float]:
-        """Does nothing."""
+        """Does nothing: the weights are loaded once."""
         return {}
 
     def recover(self, engine: int) -> None:
@@ -91,11 +91,13 @@ def measure(rank: int, store: Store, chosen: argparse.Namespace) -> None:
     drawn = torch.randint(3, VOCAB // 2, (chosen.requests // chosen.group, chosen.prompt), generator=draw).tolist()
     prompts = [Prompt(i, tuple(tokens), "", None, {}) for i, tokens in enumerate(drawn)]
     context, messages = JobContext(TCPStore("127.0.0.1", 0, 1, True)), Counter[str]()
-    own, engines = sides(chosen, model, folder, [prompt.tokens for prompt in prompts], context, messages)
+    alone, engines = sides(chosen, model, folder, [prompt.tokens for prompt in prompts], context, messages)
     sampling = Sampling(max_new_tokens=chosen.tokens)
     setup = RolloutSetup(sampling=sampling, seed=0, context=context, prompts=PromptFeed(PromptSet(prompts)), records=[])
     rollout = SyncRollout(engines, setup)
-    rollout._store = store = CountedStore(rollout._store)
+    requests = Counter[str]()
+    if not isinstance(rollout._store, HashStore):  # else they do not leave the rank
+        rollout._store = CountedStore(rollout._store, requests)
 
     def ours() -> Cost:
         context.timer.take()
@@ -107,25 +109,23 @@ def measure(rank: int, store: Store, chosen: argparse.Namespace) -> None:
         rollout.start_iteration(1, is_last=True)
         return seconds, *(end - begin for begin, end in zip(before, after, strict=True))
 
-    costs: dict[str, list[Cost]] = {"own interface": [], "rollout": []}
+    costs: dict[str, list[Cost]] = {"API of the engine": [], "rollout": []}
     for _ in range(chosen.rounds + 1):
-        costs["own interface"].append(own())
-        messages.clear(), store.requests.clear()
+        costs["API of the engine"].append(alone())
+        messages.clear(), requests.clear()
         costs["rollout"].append(ours())
     print(f"{chosen.engine}: {chosen.requests} requests of {chosen.tokens} tokens, {chosen.running} at the same time")
     for name, values in costs.items():
         seconds, *cpu = map(statistics.median, zip(*values[1:], strict=True))
         parts = " ".join(f"{1e6 * value / chosen.requests:7.0f}" for value in cpu)
-        print(f"{name:14} {chosen.requests / seconds:7.0f} requests/s; CPU microseconds of rank, main, others: {parts}")
-    print(f"messages {dict(messages)}, and requests to the store {dict(store.requests)}")
+        print(f"{name:17} {chosen.requests / seconds:7.0f} requests/s; CPU microseconds of rank, main, others: {parts}")
+    print(f"messages {dict(messages)}, and requests to the store {dict(requests)}")
     rollout.close()
 
 
 def cpu_of(engines: EngineGroup) -> Cost:
     """Returns the CPU seconds so far of the rank, of the engine's main process and of its further ones."""
-    of_engine = (
-        own_interface.cpu_seconds(engines.engine.pid) if isinstance(engines.engine, ProcessEngine) else (0.0, 0.0)
-    )
+    of_engine = engine_api.cpu_seconds(engines.engine.pid) if isinstance(engines.engine, ProcessEngine) else (0.0, 0.0)
     return time.process_time(), *of_engine
 
 
@@ -137,7 +137,7 @@ def sides(
     context: JobContext,
     messages: Counter[str],
 ) -> tuple[Callable[[], Cost], EngineGroup]:
-    """Returns a round of the engine's own interface, and the engine of the rollout, whose messages are counted."""
+    """Returns a round of the engine's API, and the engine of the rollout, whose messages are counted."""
     repeated = [prompt for prompt in prompts for _ in range(chosen.group)]
     if chosen.engine == "hf":
         engine = HFEngine(model, "cpu", torch.float32, max_running_requests=chosen.running)
@@ -158,20 +158,20 @@ def sides(
     )
     kind = PROCESSES[chosen.engine]
     other = subprocess.Popen(
-        [str(chosen.python or sys.executable), own_interface.__file__],
+        [str(chosen.python or sys.executable), engine_api.__file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=(folder / "own.log").open("wb"),
+        stderr=(folder / "api.log").open("wb"),
         text=True,
         env=kind.environment(model, options),
     )
     assert other.stdin and other.stdout
     task = {"engine": chosen.engine, "arguments": kind.arguments(model, options) | {"load_format": "auto"}}
-    tell, answers = other.stdin, other.stdout
+    questions, answers = other.stdin, other.stdout
 
     def ask(question: Any) -> Any:
-        tell.write(json.dumps(question) + "\n")
-        tell.flush()
+        questions.write(json.dumps(question) + "\n")
+        questions.flush()
         return json.loads(answers.readline())
 
     assert ask(task | {"prompts": repeated, "tokens": chosen.tokens}) == "ready"

@@ -5,7 +5,7 @@ Samples 7 and 8 of a prompt with the tokens 11 and 12 send these once:
     shared    {"temperature": 1.0, ...}
     contexts  [[11, 12]]
     images    {}
-    own       [{"rid": "7.0", "context": 0, "max_new_tokens": 8, "seed": 3, "images": []},
+    items     [{"rid": "7.0", "context": 0, "max_new_tokens": 8, "seed": 3, "images": []},
                {"rid": "8.1", "context": 0, "max_new_tokens": 8, "seed": 4, "images": []}]
 """
 
@@ -28,7 +28,7 @@ class RequestBatch:
     shared: Mapping[str, Any]  # sampling parameters, and what samples contain
     contexts: Sequence[Sequence[int]]  # tokens in front of the first new one
     images: Mapping[str, str]  # files in base64, by their keys
-    own: Sequence[Mapping[str, Any]]  # of each request: see above
+    items: Sequence[Mapping[str, Any]]  # of each request: see above
 
     def keys(self, version: int) -> dict[str, str]:
         """Returns what each request has in common with its repetition by a further rank, by its id.
@@ -38,28 +38,28 @@ class RequestBatch:
         shared, contexts = _digest([version, self.shared]), [_digest(context) for context in self.contexts]
         # An id is SAMPLE.NUMBER, and numbers differ between ranks.
         return {
-            own["rid"]: _digest(
+            item["rid"]: _digest(
                 [
-                    own["rid"].partition(".")[0],
+                    item["rid"].partition(".")[0],
                     shared,
-                    contexts[own["context"]],
-                    *(own[name] for name in ("max_new_tokens", "seed", "images")),
+                    contexts[item["context"]],
+                    *(item[name] for name in ("max_new_tokens", "seed", "images")),
                 ]
             )
-            for own in self.own
+            for item in self.items
         }
 
     def requests(self) -> dict[str, dict[str, Any]]:
         """Returns the fields of each request by its id, the same ones whatever batch it is in."""
         return {
-            own["rid"]: {
+            item["rid"]: {
                 **self.shared,
-                "tokens": self.contexts[own["context"]],
-                "max_new_tokens": own["max_new_tokens"],
-                "seed": own["seed"],
-                "images": [self.images[key] for key in own["images"]],
+                "tokens": self.contexts[item["context"]],
+                "max_new_tokens": item["max_new_tokens"],
+                "seed": item["seed"],
+                "images": [self.images[key] for key in item["images"]],
             }
-            for own in self.own
+            for item in self.items
         }
 
 

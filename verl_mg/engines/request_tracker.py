@@ -59,6 +59,7 @@ class RequestTracker(RolloutEngine):
         self._limits, self._request_timeout = limits, limits.request_timeout
         self._running: dict[str, _Running] = {}
         self._done: deque[Sample] = deque()
+        self._num_together = 0  # samples of the last `collect` that had any
         self._numbers = itertools.count()
         self._version = -1
         self._counts: Counter[str] = Counter()
@@ -73,8 +74,8 @@ class RequestTracker(RolloutEngine):
         return self._limits.max_running - len(self._running)
 
     def num_queue_slots(self) -> int:
-        """Returns a quarter of the running requests: enough to fill a batch without a gap."""
-        return self._limits.max_running // 4
+        """Returns a quarter of the running requests, or as many as were complete together: no step has a gap."""
+        return max(self._limits.max_running // 4, self._num_together)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Sends requests to the engine; UserError for a prompt that is empty or fills the context."""
@@ -95,6 +96,8 @@ class RequestTracker(RolloutEngine):
         self._abort_timed_out()
         samples = list(self._done)
         self._done.clear()
+        if samples:
+            self._num_together = min(len(samples), self._limits.max_running)
         return samples
 
     def abort_samples(self, ids: Collection[int]) -> None:
@@ -174,7 +177,7 @@ class RequestTracker(RolloutEngine):
         images = {image.key: image for running in batch for image in running.request.context_images}
         contexts: list[tuple[int, ...]] = []
         places: dict[int, int] = {}  # of contexts by identity: samples of a prompt have the same tuple
-        own = []
+        items = []
         for running in batch:
             request = running.request
             context = request.context
@@ -185,7 +188,7 @@ class RequestTracker(RolloutEngine):
             # 12. The number keeps the results of a request apart from its repetitions.
             rid = f"{request.id}.{next(self._numbers)}"
             self._running[rid] = running
-            own.append(
+            items.append(
                 {
                     "rid": rid,
                     "context": places[id(context)],
@@ -197,7 +200,7 @@ class RequestTracker(RolloutEngine):
                 }
             )
         encoded = {key: base64.b64encode(image.data).decode() for key, image in images.items()}
-        self._generate(RequestBatch(shared, contexts, encoded, own))
+        self._generate(RequestBatch(shared, contexts, encoded, items))
 
     def _drain(self, deadline: float) -> None:
         """Handles messages until there is a sample, then those that have already arrived."""

@@ -37,13 +37,7 @@ def start_server() -> None:
 
 def forks_can_use_devices() -> bool:
     """Returns whether forks of the server can use the devices of this machine."""
-    import torch
-
-    # GPU: whether an import has initialized CUDA, which forks then cannot use, shows only in a fork.
-    # GPU-TEST: tests/launch/test_agent.py
-    # GPU-RAN: not yet
-    if not torch.cuda.is_available():
-        return True
+    # Whether an import has initialized CUDA, which forks then cannot use, shows only in a fork.
     probe = multiprocessing.get_context("forkserver").Process(target=_use_device)
     probe.start()
     probe.join()

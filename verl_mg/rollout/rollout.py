@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import HashStore, PrefixStore, Store
 
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompt_feed import PromptFeed
@@ -233,7 +233,10 @@ class Rollout(RolloutSource):
         super().__init__(setup.records)
         self._engines, self._setup = engines, setup
         self._sampling, self._context, self._feed = setup.sampling, setup.context, setup.prompts
-        self._reward, self._store = setup.reward, PrefixStore("rollout", setup.context.store)
+        # Counters that no other engine uses stay in its rank.
+        is_shared = engines.num_engines > 1
+        self._reward = setup.reward
+        self._store: Store = PrefixStore("rollout", setup.context.store) if is_shared else HashStore()
         self.drawn = how_drawn(setup.sampling, setup.columns.agent_names)
         self._num_calls = 0
         self._groups = GroupBuffer()

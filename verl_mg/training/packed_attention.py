@@ -130,10 +130,7 @@ def kernel(device: torch.device, dtype: torch.dtype, scores: Scores) -> Kernel:
         # GPU: FlashAttention in half precision, FlexAttention for scores with a softcap or sinks.
         # GPU-TEST: tests/run/test_start_table.py::test_megatron_model_on_cuda_says_what_its_layers_compute_with
         # GPU-RAN: h200-1, h100-1
-        return Kernel(
-            _run_by_run,
-            f"torch's {'SDPA' if scores.are_plain else 'matrix products'}, run by run",
-        )
+        return Kernel(_run_by_run, f"torch's {'SDPA' if scores.are_plain else 'matrix products'}, run by run")
     if scores.are_plain:
         version = 3 if attention.current_flash_attention_impl() == IMPLEMENTATION else 2
         return Kernel(_with_ragged_kernel, f"torch's FlashAttention {version}")
@@ -217,13 +214,7 @@ def _run_by_run(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences,
             k, v = _with_heads_of(q, k, v)
             context = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale)
         else:
-            context = attend_where(
-                q,
-                k,
-                v,
-                _causal(run, query.device) if visible is None else visible,
-                scores,
-            )
+            context = attend_where(q, k, v, _causal(run, query.device) if visible is None else visible, scores)
         outputs.append(context)
     return _in_order(outputs)
 
@@ -234,14 +225,7 @@ class _OnCpu(torch.autograd.Function):
     # Rows of a few hundred tokens take the kernel as long as autograd takes for the parts, copies and sums around it.
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        runs: Sequence[Run],
-        scores: Scores,
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scores: Scores) -> Tensor:
         outputs, normalizers = [], []
         for run, *heads in zip(runs, *_by_run(runs, query, key, value), strict=True):
             context, normalizer = _flash(*heads, **_options(run, scores, query))
@@ -272,24 +256,14 @@ def _options(run: Run, scores: Scores, query: Tensor) -> dict[str, Any]:
     if visible is None:
         return {"dropout_p": 0.0, "is_causal": True, "scale": scores.scale}
     mask = query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
-    return {
-        "dropout_p": 0.0,
-        "is_causal": False,
-        "attn_mask": mask,
-        "scale": scores.scale,
-    }
+    return {"dropout_p": 0.0, "is_causal": False, "attn_mask": mask, "scale": scores.scale}
 
 
 def _by_run(
     runs: Sequence[Run], query: Tensor, key: Tensor, value: Tensor, *of_queries: Tensor
 ) -> Iterator[list[Tensor]]:
     """Yields each argument divided into its parts (sequences, heads, tokens, d), one for each run."""
-    for part, column in (
-        (query, 1),
-        (key, 2),
-        (value, 2),
-        *((part, 1) for part in of_queries),
-    ):
+    for part, column in ((query, 1), (key, 2), (value, 2), *((part, 1) for part in of_queries)):
         parts = part.split([run[0] * run[column] for run in runs])
         yield [tokens.unflatten(0, (run[0], -1)).transpose(1, 2) for tokens, run in zip(parts, runs, strict=True)]
 

@@ -96,6 +96,8 @@ FP8_PRODUCTS = "fp8_gemm_runner_backend"
 # Kernels of products in MXFP8 that read the weights in order, and the scales from a copy in their own form, which
 # SGLang computes again at the end of each update. Another one has the rows of the weights themselves shuffled.
 MXFP8_IN_ORDER = ("auto", "flashinfer_cutedsl", "flashinfer_cutlass", "deep_gemm")
+# Responses of a step after which SGLang's main process handles others first: the rank gets all in one message.
+ALL_OF_A_STEP = 2**20
 RUNNERS = ("moe_runner_backend", "speculative_moe_runner_backend")
 # Environment of all engines. SGLang would keep the features of images over updates of the vision tower, and on GPUs
 # fuse two projections of an indexer that the weight table has apart, or, if a variable says so, exchange rows of the
@@ -133,6 +135,7 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
         "skip_tokenizer_init": not options.reads_text,
         # A separate layer, as in the weight table.
         "disable_shared_experts_fusion": True,
+        "batch_notify_size": ALL_OF_A_STEP,
         "skip_server_warmup": True,
         "log_level": "warning",
     }

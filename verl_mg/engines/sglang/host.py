@@ -198,6 +198,7 @@ class SGLangHost(EngineHost):
         if self._manager is None:  # on node 0 SGLang itself looks after the schedulers
             self._start(self._end_with_schedulers())
         else:
+            await self._manager.freeze_gc()  # of its schedulers, as `engine_host.main` does here
             self._start(self._observe_load())
         await super().serve(reader, writer, listener)
 
@@ -376,4 +377,4 @@ def create(arguments: dict[str, Any], options: EngineOptions, loop: asyncio.Abst
 
 
 if __name__ == "__main__":
-    engine_host.main(create)
+    engine_host.main(create, "sglang.srt.entrypoints.engine")

@@ -1,9 +1,10 @@
-"""Requests per second of SGLang or vLLM by its own interface: run by the engine's Python, see `bench_requests`.
+"""Requests per second of SGLang or vLLM by its Python API, run by the engine's interpreter, see `bench_requests`.
 
 Reads a line of JSON with the engine, its arguments and the prompts, and says that it is ready; for each further line
 generates all requests once and prints the seconds and the CPU seconds of its processes.
 """
 
+import asyncio
 import json
 import os
 import sys
@@ -22,7 +23,7 @@ def cpu_seconds(pid: int) -> tuple[float, float]:
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # engines print lines of their own
+    os.dup2(2, 1)  # engines print lines too
     task = json.loads(sys.stdin.readline())
     generate = {"sglang": _sglang, "vllm": _vllm}[task["engine"]](task)
     print(json.dumps("ready"), file=answers, flush=True)
@@ -53,16 +54,32 @@ def _sglang(task: dict[str, Any]) -> Any:
 
 
 def _vllm(task: dict[str, Any]) -> Any:
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
 
-    engine = LLM(**task["arguments"])
-    sampling = SamplingParams(max_tokens=task["tokens"], logprobs=0, ignore_eos=True, detokenize=False)
-    prompts = [{"prompt_token_ids": prompt} for prompt in task["prompts"]]
+    async def start() -> Any:
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**task["arguments"]))
 
-    def generate() -> list[int]:
-        return [len(done.outputs[0].token_ids) for done in engine.generate(prompts, sampling, use_tqdm=False)]
+    loop = asyncio.new_event_loop()
+    engine = loop.run_until_complete(start())
+    sampling = SamplingParams(
+        max_tokens=task["tokens"],
+        logprobs=0,
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
 
-    return generate
+    async def num_tokens(number: int, prompt: list[int]) -> int:
+        stream = engine.generate({"prompt_token_ids": prompt}, sampling, str(number))
+        return [len(done.outputs[0].token_ids) async for done in stream][-1]
+
+    async def every() -> list[int]:
+        return await asyncio.gather(*(num_tokens(number, prompt) for number, prompt in enumerate(task["prompts"])))
+
+    return lambda: loop.run_until_complete(every())
 
 
 if __name__ == "__main__":
