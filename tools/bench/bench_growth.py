@@ -1,4 +1,4 @@
-"""How the parts of an iteration outside models grow with prompts, length, samples that are kept, and ranks.
+"""Growth of the parts of an iteration outside models with prompts, length, samples that are kept, and ranks.
 
     python -m tools.bench.bench_growth rows [--iterations 8]    # seconds of phases on 2 ranks, each size doubled
     python -m tools.bench.bench_growth kept                     # seconds of records, index and checkpoint of samples
@@ -6,7 +6,7 @@
 
 The job is GRPO with a reference on the task of recipes/tasks/repeat_digit.py and the engine `hf`. An exponent of 1 is
 growth as that of rows, or of ranks with equally many rows each: for one rank, all ranks together are one more. Seconds
-are of the fastest iteration. On paper the bytes of rows are those of `plan_deliveries` and `plan_returns`, for 16 ranks
+are of the fastest iteration. On paper the bytes of rows come from `plan_deliveries` and `plan_returns`, for 16 ranks
 and more. `exponent` is of all sizes, `last` of the last doubling.
 """
 
@@ -67,7 +67,7 @@ ROW_COLUMNS = 9
 
 @dataclass
 class Iteration:
-    """What one iteration of a rank takes."""
+    """Messages, store operations and CPU seconds of an iteration of a rank."""
 
     traffic: Traffic
     store: Counter[str]
@@ -239,9 +239,9 @@ def _ranks(rank: int, store: dist.Store, folder: Path) -> None:
     done = _run(folder, f"ranks-{count}", store, ROWS_OF_RANK * count, TOKENS, 5)[1:]
     cpu = min(iteration.cpu_seconds for iteration in done)
     outside, store_operations = done[-1].traffic.outside_models, sum(done[-1].store.values())
-    own = {"calls": outside.calls, "received": outside.received, "store": store_operations, "cpu": cpu}
+    report = {"calls": outside.calls, "received": outside.received, "store": store_operations, "cpu": cpu}
     reports: list[Any] = [None] * count
-    dist.all_gather_object(reports, own)
+    dist.all_gather_object(reports, report)
     if rank == 0:
         (folder / f"ranks-{count}.json").write_text(json.dumps(reports))
 
@@ -290,7 +290,7 @@ def on_paper(ranks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints the tables."""
+    """Prints the tables of one of the three parts."""
     parser = options_of(__doc__, iterations=8, largest=8)
     parser.add_argument("what", choices=("rows", "kept", "ranks"))
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Counts what a rank sends and receives, by the module of verl_mg that asks for it."""
+"""Counts what a rank sends and receives, by module of verl_mg."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Traffic:
 
 def _received(name: str, arguments: tuple[Any, ...]) -> int:
     first = arguments[0] if arguments else None
-    if isinstance(first, list):  # the tensors of all ranks, the own one too
+    if isinstance(first, list):  # the tensors of all ranks, this one's too
         return sum(tensor.nbytes for tensor in first)
     return first.nbytes if isinstance(first, Tensor) and name != "isend" else 0
 

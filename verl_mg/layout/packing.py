@@ -103,10 +103,10 @@ def _fill(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: in
     # Only the cheapest micro-batch of a step is tried, which evens out their costs, and is the first of its heap.
     steps: list[list[list[int]]] = []
     heaps: list[list[tuple[float, int, int]]] = []  # of each step: (cost, tokens, micro-batch)
-    room = _Room()  # for tokens, in the cheapest micro-batch of each step
+    free = _FreeTokens()  # of the cheapest micro-batch of each step
     # Ties are broken by the number of the row, so that all ranks have the same order.
     for row in sorted(range(len(lengths)), key=lambda row: (-costs[row], row)):
-        step = room.first(lengths[row])
+        step = free.first(lengths[row])
         if step is None:
             step = len(steps)
             steps.append([[] for _ in range(ranks)])
@@ -115,11 +115,11 @@ def _fill(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: in
         heapq.heapreplace(heaps[step], (cost + costs[row], tokens + lengths[row], number))
         steps[step][number].append(row)
         filled = heaps[step][0][1]
-        room.put(step, budget - filled if filled else math.inf)  # a longer row is a micro-batch by itself
+        free.put(step, budget - filled if filled else math.inf)  # a longer row is a micro-batch by itself
     return steps or [[[] for _ in range(ranks)]]
 
 
-class _Room:
+class _FreeTokens:
     """Numbers of which the first that is large enough is found without looking at all: a tree of maxima.
 
     Numbers 3 5 1 are the leaves of the tree  5 | 5 1 | 3 5 1 -inf.  The first of at least 4: left, right.

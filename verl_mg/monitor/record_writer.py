@@ -1,12 +1,12 @@
 """Writes the records of an iteration in a thread, while the next one generates.
 
-    rank's thread       write(records of 3) ─▶ iteration 4 ... ─▶ flush: waits for those of 3 ─▶ write(records of 4)
-                            │                                        ▲
-    thread "records"        └─▶ writes them, in their order ─────────┘
+    rank's thread       write(records of 3) ─▶ iteration 4 ... ─▶ flush: waits for them ─▶ write(records of 4)
+                            │                                    ▲
+    thread "records"        └─▶ writes them, in their order ─────┘
 
 All is written before the records of the next iteration are given, before a checkpoint is complete, and at the end, also
-at that by an exception. So a process that is killed loses at most the records of its last complete iteration, and those
-of a resumed run have no gap: the iterations after its checkpoint are repeated.
+at that by an exception. So a process that is killed loses at most the records of its last complete iteration, and
+a resumed run has no gap in its records: it repeats the iterations after its checkpoint.
 """
 
 from __future__ import annotations

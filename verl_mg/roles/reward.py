@@ -321,12 +321,12 @@ class RewardRole:
         # A part that only some ranks have seen is a column on all, or batches would not fit together.
         parts = sorted({part for of_rank in all_gather_json(list(local_parts)) for part in of_rank})
         replies = {rank: _packed(of_rank, parts) for rank, of_rank in enumerate(rewards)}
-        own = replies.pop(here)
+        local = replies.pop(here)
         row_bytes = 8 + 4 * (1 + len(parts))
         received = exchange_bytes(replies, {rank: len(part) * row_bytes for rank, part in rows.items() if rank != here})
         scores = torch.full((1 + len(parts), len(batch)), math.nan)
         answers = torch.full((len(batch),), NO_ANSWER, dtype=torch.int64)
-        for rank, data in (received | {here: own}).items():
+        for rank, data in (received | {here: local}).items():
             of_rank = rows.get(rank, [])
             if count := len(of_rank):
                 answers[of_rank] = data[: 8 * count].view(torch.int64)
