@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[1] / "verl_mg"
 
 PACKAGES = (
     "errors lazy_import dtypes device choice images pending_column batch jsonl phase_timer"
-    " hub http_client import_function library config layout stores",
+    " hub http_client import_function library quick_imports config layout stores",
     "models algorithms sandbox",
     "sharding distributed data rewards",
     "reshard checkpoint",

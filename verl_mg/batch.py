@@ -70,6 +70,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from verl_mg.images import RowImages
@@ -162,7 +164,7 @@ class Batch:
             values: (sum(counts(kind)), ...), such as (n, ...) for a sequence column; or a `PendingColumn`.
             kind: needed for new names in a batch whose shape does not decide, such as one without rows.
         """
-        expected, shape = int(self.counts(kind).sum()), _shape(values)
+        expected, shape = self._num_entries(kind), _shape(values)
         # Entries and their numbers may be set in either order.
         is_early = kind in COUNTED_BY and COUNTED_BY[kind] not in self
         if shape[:1] != (expected,) and not is_early:
@@ -197,6 +199,11 @@ class Batch:
         """Returns what the column has an entry for."""
         return self._kinds[name]
 
+    def _num_entries(self, kind: ColumnKind) -> int:
+        if kind in COUNTED_BY:
+            return int(self.counts(kind).sum())
+        return self.total_tokens if kind is ColumnKind.TOKEN else len(self)
+
     def counts(self, kind: ColumnKind) -> Tensor:
         """Returns the number of entries that each row has in a column of the kind, (n,) int64."""
         if kind is ColumnKind.TOKEN:
@@ -225,12 +232,12 @@ class Batch:
 
     # -- positions of tokens
 
-    @property
+    @cached_property
     def total_tokens(self) -> int:
         """Number of tokens of all rows, sum(lengths)."""
         return int(self.lengths.sum())
 
-    @property
+    @cached_property
     def offsets(self) -> Tensor:
         """(n + 1,) int64: row i holds entries offsets[i]:offsets[i + 1] of a token column."""
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
@@ -352,6 +359,8 @@ class Batch:
             rows: numbers of the rows.
             kind: kind of the column.
         """
+        if kind is not ColumnKind.TOKEN and kind not in COUNTED_BY:
+            return rows
         return entries_of(self.counts(kind), rows)
 
     def select_columns(self, names: Iterable[str]) -> Batch:
@@ -371,7 +380,16 @@ class Batch:
         """Returns consecutive parts of the given numbers of rows, which must add up to n."""
         if sum(sizes) != len(self):
             raise ValueError(f"split sizes {list(sizes)} add up to {sum(sizes)}, the batch has {len(self)} rows")
-        return [self.select(rows) for rows in torch.arange(len(self)).split(list(sizes))]
+        parts = [Batch(lengths) for lengths in self.lengths.split(list(sizes))]
+        for name, kind in self._kinds.items():
+            counts = [int(n.sum()) for n in self.counts(kind).split(list(sizes))]
+            for part, values in zip(parts, self[name].split(counts), strict=True):
+                part.put(name, values, kind)
+        ends = list(accumulate(sizes))
+        if self._images is not None:
+            for part, end in zip(parts, ends, strict=True):
+                part.images = self._images[end - len(part) : end]
+        return parts
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:

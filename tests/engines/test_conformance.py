@@ -177,7 +177,13 @@ def test_wrong_report_raises_with_the_name_of_the_engine(engine, monkeypatch, co
         return  # it reports none
     else:
         decode = engine._decode
-        monkeypatch.setattr(engine, "_decode", lambda batch: [replace(sample, **fault) for sample in decode(batch)])
+
+        def faulty(new):
+            decode(new)
+            for _, _, row in engine._running:
+                setattr(row, column, fault[column])
+
+        monkeypatch.setattr(engine, "_decode", faulty)
     with pytest.raises(UserError, match=f"^rollout.engine={name}: sample 4 has "):
         engine.generate([Request(4, (3, 4, 5), seed=0)], SHORT)
 

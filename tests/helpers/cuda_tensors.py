@@ -90,8 +90,8 @@ class FakeCuda(TorchDispatchMode):
             operation of torch counts as one, also a sort, which has several; copies from and to the host count as
             none. In a compiled function an uninterrupted run of operations that torch joins counts as one, which has
             the function's name.
-        traffic: (operation, bytes of its arguments and results on `cuda`) of each operation that launches a kernel, also
-            in compiled functions.
+        traffic: (operation, bytes of its arguments and results) of each operation that launches a kernel, also in
+            compiled functions.
         receive: fills a tensor, on the CPU, that another rank sends to this one.
     """
 

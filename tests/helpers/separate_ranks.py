@@ -1,7 +1,7 @@
 """Ranks in a process of their own, which is prepared before anything is imported.
 
-    with SeparateRanks(use_interpreter) as ranks:
-        ranks.run(4, work, argument)          # as `RankPool.run`
+with SeparateRanks(use_interpreter) as ranks:
+    ranks.run(4, work, argument)          # as `RankPool.run`
 """
 
 import importlib

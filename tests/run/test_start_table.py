@@ -239,7 +239,7 @@ def test_job_whose_kernels_cannot_be_described_on_a_rank_says_it_and_trains(rank
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_memory_of_the_first_iteration_is_printed_beside_the_plan(capsys, monkeypatch, tmp_path, has_gpu):
+def test_memory_of_the_first_iteration_is_printed_with_the_plan(capsys, monkeypatch, tmp_path, has_gpu):
     gib = 2**30
     bytes_of = ({"models": (2 * gib, gib), "update": (gib, gib)}, {"models": (gib, gib), "update": (3 * gib, 2 * gib)})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)

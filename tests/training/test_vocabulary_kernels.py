@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from tests.helpers.tiny_models import nightly
-from tests.training.test_logprobs import (
+from tests.training.logprob_cases import (
     KINDS,
     assert_equals_reference,
     assert_squares_equal_reference,
@@ -96,9 +96,7 @@ def both(tokens, vocab, dtype, temperature, softcap, chunk_bytes, kind=None):
         (0, 131, 1.0, None, WHOLE, None),
     ],
 )
-def test_kernels_equal_operations_of_torch(
-    kernel_ranks, dtype, tokens, vocab, temperature, softcap, chunk_bytes, kind
-):
+def test_kernels_equal_operations_of_torch(kernel_ranks, dtype, tokens, vocab, temperature, softcap, chunk_bytes, kind):
     ((kernels, plain),) = kernel_ranks.run(1, both, tokens, vocab, dtype, temperature, softcap, chunk_bytes, kind)
     outputs, *gradients = kernels
     assert outputs.dtype is torch.float32 and all(each.dtype is dtype for each in gradients)

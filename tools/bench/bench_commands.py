@@ -68,12 +68,12 @@ def run(code: Path, arguments: list[str]) -> tuple[float, float, float] | None:
         cwd=code, env=environment | {"PYTHONPATH": str(code)}, stdout=silent, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stderr is not None
-    lines = process.stderr.read().splitlines()
+    words = process.stderr.read().split()  # the last line is "VmHWM: 19552 kB"
     _, status, usage = os.wait4(process.pid, 0)
     seconds, process.returncode = time.perf_counter() - started, os.waitstatus_to_exitcode(status)
     if process.returncode:
         return None
-    return usage.ru_utime + usage.ru_stime, seconds, int(lines[-1].split()[1]) / 1024
+    return usage.ru_utime + usage.ru_stime, seconds, int(words[-2]) / 1024
 
 
 if __name__ == "__main__":

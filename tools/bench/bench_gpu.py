@@ -64,7 +64,7 @@ from verl_mg.sharding.weight_table import WeightTable, weight_table
 from verl_mg.training.loss_inputs import LossInputs
 
 PARTS = ("device", "vocabulary", "kept", "recomputed", "rollout", "torch")
-"""Names of the parts, by what they measure: the device, the output layer against its products alone and Liger, training
+"""Names of the parts, by what they measure: the device, the output layer against its products and Liger, training
 with activations kept, with layers recomputed, weight sync and rollout, training with torch's kernels where others are
 the default."""
 MODEL = Path(__file__).parents[1] / "model_configs" / "qwen3_1_7b.json"

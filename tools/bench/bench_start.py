@@ -5,8 +5,8 @@
 Each run is a GRPO job of a tiny model on CPU ranks, started by `python -m verl_mg.launch`; the sides take turns. The
 first iteration begins where the recipe is called. "processor" is the CPU time of all processes up to there, which other
 work on the machine changes less; "private" is the memory of a rank that no other process shares, and "proportional"
-with its share of what others use too. Medians over the rounds, of ranks the larger one. The phases are those of
-start.json, of the last round.
+with its share of what others use too. Medians over the rounds, of ranks the larger one. The phases are from
+start.json of the last round.
 """
 
 from __future__ import annotations
@@ -89,6 +89,12 @@ def start(folder: Path, code: Path, output: Path, engine: str, ranks: int) -> di
         *("job.iterations=1", "job.save=false", "checkpoint.every=0", f"rollout.engine={engine}"),
         *("algorithm.prompts_per_iteration=4", "algorithm.group_size=2", "rollout.max_new_tokens=6"),
         *("reward.function=verl_mg.rewards.exact:score", "model.dtype=float32"),
+        # Other work on the machine may take memory while an engine starts.
+        *(
+            ["rollout.sglang.mem_fraction_static=0.3", "rollout.sglang.max_total_tokens=4096"]
+            if engine == "sglang"
+            else []
+        ),
     ]
     environment = os.environ | {"PYTHONPATH": str(code), "BENCH_START": str(output)}
     begun = time.time()

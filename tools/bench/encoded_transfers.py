@@ -60,7 +60,7 @@ class Changes:
         """Keeps the values that the target has."""
         self._schedule, self._source, self._target = made, source, target
         self._sent, self._turn = SentValues(), 0
-        self._sent.keep(made, source)
+        self._sent.keep_all(made, source)
 
     def prepare(self) -> None:
         """Flips the last bit of some elements, the same ones on all replicas of a parameter."""

@@ -1,6 +1,6 @@
 """Rows of a report about the output layer: log-probs and entropies of a model's vocabulary, and what their limit is.
 
-The limit is the time of the products alone, one in the forward pass and four with the backward pass. Liger's fused
+The limit is the time of only the products, one in the forward pass and four with the backward pass. Liger's fused
 linear scaled cross entropy is measured where it is installed (`tools/install/bare_stack.sh --with-liger`).
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import site
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,7 +34,9 @@ Outputs = tuple[Tensor, Tensor | None]
 class Vocabulary:
     """Output layer with random values, and the gradients of what it computes."""
 
-    def __init__(self, tokens: int, hidden: int, vocab: int, place: torch.device, seconds: Callable[[Any], float]) -> None:
+    def __init__(
+        self, tokens: int, hidden: int, vocab: int, place: torch.device, seconds: Callable[[Any], float]
+    ) -> None:
         """Args: sizes, the device, and a function that returns the median seconds of a call."""
         torch.manual_seed(0)
         half = {"dtype": torch.bfloat16, "device": place}
@@ -51,10 +54,10 @@ class Vocabulary:
 
     def rows(self) -> Iterator[Row]:
         """Yields milliseconds, and their ratio to the limit."""
-        one = self._seconds(self._one_product)
-        four = self._seconds(self._four_products)
-        yield "products alone, forward", f"{1e3 * one:.2f} ms"
-        yield "products alone, forward and backward", f"{1e3 * four:.2f} ms"
+        limit = self._seconds(self._one_product)
+        limit_with_gradients = self._seconds(self._four_products)
+        yield "only products, forward", f"{1e3 * limit:.2f} ms"
+        yield "only products, forward and backward", f"{1e3 * limit_with_gradients:.2f} ms"
         kinds: dict[str, Callable[[bool], Outputs]] = {"": self._ours, ", rows by torch's operations": self._by_torch}
         if self.hidden.is_cuda:
             kinds |= {", Liger": self._liger, ", Liger over a group of one": self._liger_of_group}
@@ -63,9 +66,10 @@ class Vocabulary:
             try:
                 with torch.no_grad():
                     values = compute(True)
-                    yield f"log-probs and entropies{name}", self._timed(lambda: compute(True), one)
-                yield f"... with gradients{name}", self._timed(lambda: self._learn(compute, True), four)
-                yield f"... of log-probs alone{name}", self._timed(lambda: self._learn(compute, False), four)
+                    yield f"log-probs and entropies{name}", self._timed(partial(compute, True), limit)
+                for what, entropy in (("... with gradients", True), ("... of log-probs only", False)):
+                    learn = partial(self._learn, compute, entropy)
+                    yield what + name, self._timed(learn, limit_with_gradients)
                 expected = expected or values
                 yield f"... largest difference{name}", f"{max(map(_difference, values, expected)):.2g} nats"
             except Exception as error:  # of a peer, which may need what is not here
@@ -90,7 +94,7 @@ class Vocabulary:
                 self.layer.products(self.hidden[chunk])
 
     def _four_products(self) -> None:
-        """As the passes have them: logits twice, and gradients of hidden states and weights of each block."""
+        """Computes logits twice, and gradients of hidden states and weights of each block, as the passes do."""
         self._one_product()
         with torch.no_grad():
             summed = torch.zeros(self.hidden.shape, device=self.hidden.device)
@@ -137,12 +141,12 @@ def _of_losses(outputs: Any) -> Outputs:
     return -loss.float(), None if entropy is None else entropy.float()
 
 
-def _difference(found: Tensor | None, expected: Tensor | None) -> float:
-    return 0.0 if found is None or expected is None else float((found - expected).abs().max())
+def _difference(values: Tensor | None, expected: Tensor | None) -> float:
+    return 0.0 if values is None or expected is None else float((values - expected).abs().max())
 
 
 def _load_cuda_12() -> None:
-    """Loads the runtime of CUDA 12, a package, beside that of CUDA 13: a library of Liger's is linked to it."""
+    """Loads the runtime of CUDA 12, a package, after the runtime of CUDA 13: a library of Liger's is linked to it."""
     for folder in site.getsitepackages():
         for file in Path(folder).glob("nvidia/cuda_runtime/lib/libcudart.so.12*"):
             ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)

@@ -97,7 +97,11 @@ class Divergence(ConfigSection):
 
 
 def log_shares(kind: str | None, beta: float) -> tuple[float, float]:
-    """Returns the logarithms of the shares of teacher and student in a mixture."""
+    """Returns the logarithms of the shares of teacher and student in a mixture.
+
+    Args:
+        kind, beta: as of `Divergence`.
+    """
     of_teacher = 1 - beta if kind == "skew_reverse" else beta
     return math.log(of_teacher), math.log(1 - of_teacher)
 

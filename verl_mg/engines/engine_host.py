@@ -38,6 +38,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import json
 import os
 import socket
@@ -436,16 +437,21 @@ class EngineHost(ABC):
                 self._version = -1
 
 
-def main(create: Callable[[dict[str, Any], EngineOptions, asyncio.AbstractEventLoop], Host]) -> None:
+def main(create: Callable[[dict[str, Any], EngineOptions, asyncio.AbstractEventLoop], Host], imported: str) -> None:
     """Main function of an engine process: serves messages until the stream ends.
 
-    `create` starts the engine from its arguments and options; the event loop does not run yet.
+    `create` starts the engine from its arguments and options; the event loop does not run yet. The module `imported` of
+    the engine is imported before they arrive.
     """
+    importlib.import_module(imported)
     connection = socket.socket(fileno=int(sys.argv[1]))
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)  # SGLang's tokenizer manager uses the current event loop
     reader, writer = loop.run_until_complete(asyncio.open_connection(sock=connection, limit=LINE_LIMIT))
-    first = json.loads(loop.run_until_complete(reader.readline()))
+    line = loop.run_until_complete(reader.readline())
+    if not line:  # the rank has ended, or has found an engine
+        return
+    first = json.loads(line)
     # Before the engine starts: a rank that resumes meanwhile waits at the socket instead of starting another engine.
     listener = EngineListener(EngineAttachment(**first["attachment"]), LINE_LIMIT) if first["attachment"] else None
     host = create(first["arguments"], EngineOptions.from_json(first["options"]), loop)

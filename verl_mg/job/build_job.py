@@ -25,7 +25,7 @@ from verl_mg.engines.request_tracker import routed_shape
 from verl_mg.engines.stop_strings import decoder
 from verl_mg.errors import UserError
 from verl_mg.job.build_agents import agent_wrapper, turns_wrapper
-from verl_mg.job.build_engines import build_engine_group, training_sampling, with_stop_strings
+from verl_mg.job.build_engines import build_engine_group, start_imports, training_sampling, with_stop_strings
 from verl_mg.job.build_models import ModelRoleBuilder
 from verl_mg.job.build_teachers import build_teachers
 from verl_mg.job.engine_checks import check_engines, check_job
@@ -52,6 +52,8 @@ from verl_mg.rows.samples import OptionalColumns, RolloutRecord
 if TYPE_CHECKING:
     from torch.distributed import Store
     from transformers import PreTrainedTokenizerBase
+
+    from verl_mg.engines.process_engine import ImportingProcess
 
 
 @dataclass(frozen=True)
@@ -116,27 +118,36 @@ def build_job(
             check_effects(config, set(roles))
         has_engines = "rollout" in roles and rollout is None
         models = _checked_models(config, roles, context, learns, from_checkpoint, has_engines)
-    with context.timer("data"):
-        data = _read_data(config, evaluates_only)
-        models.check_images(roles, data.prompts)
-    # Models before engines: an engine sizes its cache by the memory that is free when it starts.
-    teachers = None
-    with context.timer("models"):
-        built = {name: models.build(name) for name in models.model_roles(roles)}
-        if config.reference.refresh_every and "reference" in roles:
-            _follow_actor(built)
-        if TEACHERS in roles:
-            teachers = build_teachers(
-                config, built, data.prompts, data.tokenizer, data.schemas, data.stops.ids, context
-            )
-    records: list[RolloutRecord] = []
-    with context.timer("rewards"):
-        reward = _build_reward(config, data, built, context, records) if "reward" in roles else None
-    parts = JobParts(context, data, built, teachers, reward)
-    if "rollout" in roles and starts_engines:
-        with context.timer("engines"):
-            prompts = () if evaluates_only else data.prompts
-            parts.rollout = rollout() if rollout else _build_rollout(config, parts, prompts, records, learns)
+        # Engines import their libraries while this process reads data and weights.
+        importing = start_imports(config, actor_table(config)) if has_engines and starts_engines else None
+    try:
+        with context.timer("data"):
+            data = _read_data(config, evaluates_only)
+            models.check_images(roles, data.prompts)
+        # Models before engines: an engine sizes its cache by the memory that is free when it starts.
+        teachers = None
+        with context.timer("models"):
+            built = {name: models.build(name) for name in models.model_roles(roles)}
+            if config.reference.refresh_every and "reference" in roles:
+                _follow_actor(built)
+            if TEACHERS in roles:
+                teachers = build_teachers(
+                    config, built, data.prompts, data.tokenizer, data.schemas, data.stops.ids, context
+                )
+        records: list[RolloutRecord] = []
+        with context.timer("rewards"):
+            reward = _build_reward(config, data, built, context, records) if "reward" in roles else None
+        parts = JobParts(context, data, built, teachers, reward)
+        if "rollout" in roles and starts_engines:
+            with context.timer("engines"):
+                prompts = () if evaluates_only else data.prompts
+                parts.rollout = (
+                    rollout() if rollout else _build_rollout(config, parts, prompts, records, learns, importing)
+                )
+    except BaseException:
+        if importing:
+            importing.close()
+        raise
     return parts
 
 
@@ -208,7 +219,12 @@ def _build_reward(
 
 
 def _build_rollout(
-    job: Config, parts: JobParts, prompts: Iterable[Prompt], records: list[RolloutRecord], learns: bool
+    job: Config,
+    parts: JobParts,
+    prompts: Iterable[Prompt],
+    records: list[RolloutRecord],
+    learns: bool,
+    importing: ImportingProcess | None,
 ) -> Rollout:
     """Builds the engines and the rollout; `prompts` are those that are trained on."""
     config, data, actor = job.rollout, parts.data, parts.roles["actor"]
@@ -223,7 +239,7 @@ def _build_rollout(
     if job.ends_at_strings:
         wrap = with_stop_strings(decode, wrap)
     parts.engines = engines = build_engine_group(
-        job, actor, parts.context, wrap, data.processor, decode, longest or None
+        job, actor, parts.context, wrap, data.processor, decode, longest or None, importing
     )
     routed = routed_shape(job.model.path) if config.replay_routing else None
     selecting = len(model.indexer.selecting) if config.replay_selections and model.indexer else 0

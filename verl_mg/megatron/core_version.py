@@ -102,13 +102,27 @@ if clip_grads.l2_norm_impl is getattr(clip_grads, "local_multi_tensor_l2_norm", 
 
 
 def fused(function: Function) -> Function:
-    """Compiles elementwise operations into one kernel on a GPU, as megatron-core does."""
-    # GPU: elementwise functions are compiled into one kernel.
+    """Compiles elementwise operations on tokens into one kernel on a GPU, as megatron-core does."""
+    # GPU: elementwise functions are compiled into one kernel, once for all numbers of tokens.
     # GPU-TEST: tests/megatron/test_fake_cuda.py::
     # test_compiled_functions_equal_themselves_and_are_compiled_once_for_all_sizes
     # GPU-RAN: h200-1
-    compile_function: Any = jit_fuser if torch.cuda.is_available() else lambda plain: plain
-    return compile_function(function)
+    compile_function: Any = jit_fuser
+    return for_all_sizes(compile_function(function)) if torch.cuda.is_available() else function
+
+
+def for_all_sizes(compiled: Any) -> Any:
+    """Has a compiled function take the number of tokens, of its first argument, for a variable in the first call."""
+
+    @functools.wraps(compiled)
+    def called(*arguments: Any) -> Any:
+        # torch would compile for the first number, and again for all others when it sees a second one.
+        for each in arguments:
+            if isinstance(each, Tensor) and each.dim() and len(each) == len(arguments[0]):
+                torch._dynamo.maybe_mark_dynamic(each, 0)
+        return compiled(*arguments)
+
+    return called
 
 
 def submodules(spec: Any) -> Any:

@@ -4,9 +4,9 @@
                             │                                        ▲
     thread "records"        └─▶ writes them, in their order ─────────┘
 
-`flush` comes before the records of the next iteration, before a checkpoint is complete, and at the end, also at that by
-an exception. So a process that is killed loses at most the records of the last complete iteration, which a resumed run
-has not begun with: its checkpoint is older.
+All is written before the records of the next iteration are given, before a checkpoint is complete, and at the end, also
+at that by an exception. So a process that is killed loses at most the records of its last complete iteration, and those
+of a resumed run have no gap: the iterations after its checkpoint are repeated.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Each rank receives 2 elements: 4 that it needs, less 2 that it has.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -89,7 +89,8 @@ class RankPlan:
     def _numbers(self) -> Mapping[str, tuple[list[int], list[int], list[int]]]:
         """The numbers of copies, sends and receives of each tensor."""
         result: dict[str, tuple[list[int], list[int], list[int]]] = defaultdict(lambda: ([], [], []))
-        for kind, moves in enumerate((self.copies, self.sends, self.receives)):
+        every_kind: tuple[Sequence[Copy | Transfer], ...] = (self.copies, self.sends, self.receives)
+        for kind, moves in enumerate(every_kind):
             for number, move in enumerate(moves):
                 result[move.tensor][kind].append(number)
         return result
@@ -320,7 +321,7 @@ class Plan:
                     places[place] = parameter, piece.target
         return places
 
-    # Boxes of a tensor and who has them are those of the first tensor of its group, and are looked up once for all.
+    # Tensors of a group have the same boxes on the same ranks: they are looked up once, in the first of them.
 
     def _sources_of(self, tensor: str, box: Box) -> list[tuple[Box, BoxReplicas, BoxRouting]]:
         """Returns the boxes of the source within a box of the target: (common box, source box, routing)."""
@@ -348,7 +349,8 @@ class Plan:
             for ranks in (holders, needers):
                 if id(ranks) not in self._arrays:
                     self._arrays[id(ranks)] = np.array(ranks)
-            self._routings[key] = BoxRouting(*map(self._arrays.__getitem__, key), self.ranks_per_node)
+            arrays = self._arrays[id(holders)], self._arrays[id(needers)]
+            self._routings[key] = BoxRouting(*arrays, self.ranks_per_node)
         return self._routings[key]
 
     def _ordered(self, moves: list[Transfer]) -> tuple[Transfer, ...]:

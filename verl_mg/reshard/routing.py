@@ -160,7 +160,7 @@ class BoxRouting:
         rail = self._receivers % node
         matching = np.flatnonzero(self._is_remote[self._node_of] & (on_rail[rail] > 0))
         rail = rail[matching]
-        found = by_rail[before[rail] + start[matching] % on_rail[rail]]
+        rail_holders = by_rail[before[rail] + start[matching] % on_rail[rail]]
         # Nodes whose receivers have no holder on their rail: as many gateways as there are rails with holders.
         without = self._is_remote.copy()
         without[self._node_of[matching]] = False
@@ -170,7 +170,7 @@ class BoxRouting:
         rotated = self._first[of_node] + (int(rails[0]) + turn) % self._count[of_node]
         chosen = np.concatenate([matching, rotated])
         order = np.argsort(np.concatenate([self._node_of[matching], of_node]), kind="stable")
-        from_holder = np.concatenate([found, holders[(start[others] + turn) % len(holders)]])
+        from_holder = np.concatenate([rail_holders, holders[(start[others] + turn) % len(holders)]])
         return (self._receivers[chosen][order], from_holder[order], self._node_of[chosen][order])
 
 

@@ -346,8 +346,11 @@ def row_bytes(index: RowIndex, rows: Sequence[int], parts: Sequence[ColumnPart])
     sizes: Counter[ColumnKind] = Counter()
     for part in parts:
         sizes[index.schema[part.name].kind] += part.entry_bytes(index.schema)
-    by_kind = [(size, index.counts(kind)) for kind, size in sizes.items()]
-    return [sum(size * counts[row] for size, counts in by_kind) for row in rows]
+    # Not by the numbers of all rows for each call, of which a large job has one for each pair of ranks.
+    fixed = sum(size for kind, size in sizes.items() if kind is not ColumnKind.TOKEN and kind not in COUNTED_BY)
+    counted = {kind: counts for kind, counts in index.counted.items() if kind in sizes}
+    by_kind = [(sizes[kind], counts) for kind, counts in {ColumnKind.TOKEN: index.lengths, **counted}.items()]
+    return [fixed + sum(size * counts[row] for size, counts in by_kind) for row in rows]
 
 
 def plan_deliveries(

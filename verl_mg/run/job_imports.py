@@ -14,7 +14,7 @@ IMPORTED = (
 
 
 def import_job() -> None:
-    """Imports the modules of a job; those of libraries are imported while others would import more of them."""
+    """Imports the modules of a job, of libraries only what it uses."""
     with quick_imports():
         for name in IMPORTED:
             importlib.import_module(name)

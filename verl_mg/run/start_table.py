@@ -45,7 +45,7 @@ OF_PLAN = {
     "generation": ("generate",),
     "weight sync": ("weight_sync",),
 }
-"""Phases of a plan, and the imports before it, with those of the timer that belong to each."""
+"""Phases of a plan, and the imports before it, with the timer's phases that belong to each."""
 RAN_ON = {(9, 0): "H100 and H200"}
 """GPUs on which this project has run, by their compute capability: the folders of `benchmarks/`."""
 RAN_WITH = {
@@ -120,11 +120,11 @@ class StartTable:
         return self._with_rows("start", [*rows, Choice("together", f"{sum(seconds.values()):.2f} s")], job.config)
 
     def compare_memory(self, job: RunningJob) -> None:
-        """Adds the memory of the fullest rank so far beside that of the plan; all ranks call it together."""
+        """Adds the memory of the fullest rank so far, with that of the plan; all ranks call it together."""
         measured, job.timer.memory = job.timer.memory, None
         of_ranks = all_gather_json(measured.bytes if measured else {})
-        # GPU: the tensors of the fullest rank beside the largest phase of the plan.
-        # GPU-TEST: tests/run/test_start_table.py::test_memory_of_the_first_iteration_is_printed_beside_the_plan
+        # GPU: the tensors of the fullest rank, and the largest phase of the plan.
+        # GPU-TEST: tests/run/test_start_table.py::test_memory_of_the_first_iteration_is_printed_with_the_plan
         # GPU-RAN: not yet
         on_gpu = torch.cuda.is_available()
         of_device = max(all_gather_json(torch.cuda.max_memory_allocated())) if on_gpu else 0
@@ -134,8 +134,8 @@ class StartTable:
             rows = _host_rows(of_ranks, {} if on_gpu else planned)
             if on_gpu:
                 phase = max(planned, key=planned.__getitem__, default="")
-                beside = f", {_gib(planned[phase])} planned ({phase})" if phase else ""
-                rows.append(Choice("tensors", f"{_gib(of_device)} GiB at most{beside}"))
+                of_plan = f", {_gib(planned[phase])} planned ({phase})" if phase else ""
+                rows.append(Choice("tensors", f"{_gib(of_device)} GiB at most{of_plan}"))
             self._with_rows("fullest rank", rows, job.config)
 
     def _with_rows(self, section: str, rows: list[Choice], config: Config) -> StartTable:
@@ -166,7 +166,7 @@ def start_table(job: RunningJob) -> StartTable:
 
 
 def _host_rows(ranks: Sequence[Mapping[str, Sequence[int]]], planned: Mapping[str, float]) -> list[Choice]:
-    """Returns rows with the resident memory of the fullest rank by phase, those of `planned` with its bytes."""
+    """Returns rows with the resident memory of the fullest rank by phase, with the bytes of a phase that is in `planned`."""
     names = {of_timer: of_plan for of_plan, several in OF_PLAN.items() for of_timer in several}
     largest: dict[str, tuple[int, int]] = {}
     for rank in ranks:

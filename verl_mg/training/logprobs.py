@@ -217,10 +217,10 @@ class _LogProbs(torch.autograd.Function):
         other, divergence, slopes = (torch.empty(count, device=hidden.device) for _ in range(3))
 
         def fill(tokens: slice) -> None:
-            found = combine(sums[:, tokens], targets[tokens], extra, layer)
-            normalizer[:, tokens], logprobs[tokens] = found.normalizer, found.logprobs
-            if found.other is not None:
-                other[tokens] = found.other
+            result = combine(sums[:, tokens], targets[tokens], extra, layer)
+            normalizer[:, tokens], logprobs[tokens] = result.normalizer, result.logprobs
+            if result.other is not None:
+                other[tokens] = result.other
 
         chunks = layer.chunks(count, kind.copies_with_teacher if teacher else kind.copies)
         keeps = len(chunks) == 1 and ctx.needs_input_grad[0]
@@ -285,7 +285,7 @@ class _LogProbs(torch.autograd.Function):
             if rows is None:
                 rows = kind(part.products(hidden), part, draw, every, learns=True)
                 rows.normalize(normalizer)
-            if teacher is not None:
+            if teacher is not None and of_divergence is not None:
                 theirs = teacher.part(block).rows(every, draw)
                 theirs.normalize(of_teacher)
                 of_kind = TeacherGradient(theirs, teacher.divergence, of_teacher, slopes, of_divergence)

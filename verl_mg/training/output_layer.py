@@ -84,7 +84,7 @@ def _slices(count: int, others: int, device: torch.device, multiple: int) -> lis
 
 
 def aligned_empty(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocates a matrix whose rows are aligned in memory: kernels read and write several elements at once."""
+    """Allocates a matrix whose rows are aligned in memory: kernels read and write several elements together."""
     return torch.empty(rows, -(-columns // ALIGNED) * ALIGNED, dtype=dtype, device=device)[:, :columns]
 
 

@@ -61,9 +61,7 @@ class Sequences:
         """Runs of neighbouring sequences with equally many queries and keys."""
         # Without a kernel for ragged sequences these are computed together, so that nothing is padded or copied.
         # Queries 4 4 2 with keys 4 4 4 are the runs (2, 4, 4), (1, 2, 4).
-        sizes, counts = torch.stack(
-            [self.lengths, self.key_lengths]
-        ).unique_consecutive(return_counts=True, dim=1)
+        sizes, counts = torch.stack([self.lengths, self.key_lengths]).unique_consecutive(return_counts=True, dim=1)
         return list(zip(counts.tolist(), *sizes.tolist(), strict=True))
 
     def block_mask(self, window: int | None) -> BlockMask:
@@ -88,12 +86,8 @@ class Scores:
     """Treatment of the scores of queries and keys."""
 
     scale: float | None = None  # factor of the scores; None for 1 / sqrt(d)
-    window: int | None = (
-        None  # number of tokens that a token attends to at most, itself included; None for all
-    )
-    softcap: float | None = (
-        None  # bound c of scores z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none
-    )
+    window: int | None = None  # number of tokens that a token attends to at most, itself included; None for all
+    softcap: float | None = None  # bound c of scores z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none
     sinks: Tensor | None = None
     """(heads,) further scores of each head's softmax, without values (gpt-oss, arXiv:2508.10925); None for none."""
 
@@ -106,11 +100,7 @@ class Scores:
     def kind(self) -> str:
         """The keys that a query sees, and what changes their scores, in words."""
         extent = "full" if self.window is None else f"window of {self.window} tokens"
-        return (
-            extent
-            + ", softcapped" * (self.softcap is not None)
-            + ", with sinks" * (self.sinks is not None)
-        )
+        return extent + ", softcapped" * (self.softcap is not None) + ", with sinks" * (self.sinks is not None)
 
 
 def has_ragged_kernel(device: torch.device, dtype: torch.dtype) -> bool:
@@ -150,28 +140,18 @@ def kernel(device: torch.device, dtype: torch.dtype, scores: Scores) -> Kernel:
     return Kernel(attend_by_blocks, BY_BLOCKS)
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores
-) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     """Computes causal attention within each packed sequence by the fastest kernel that can."""
-    return kernel(query.device, query.dtype, scores).compute(
-        query, key, value, sequences, scores
-    )
+    return kernel(query.device, query.dtype, scores).compute(query, key, value, sequences, scores)
 
 
-def attend_by_blocks(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores
-) -> Tensor:
+def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     """Computes attention by FlexAttention, also for queries that are any tokens of their sequences."""
     mask = sequences.block_mask(scores.window)
-    return attend_with_block_mask(
-        query, key, value, mask, scores.scale, scores.softcap, scores.sinks
-    )
+    return attend_with_block_mask(query, key, value, mask, scores.scale, scores.softcap, scores.sinks)
 
 
-def attend_where(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores
-) -> Tensor:
+def attend_where(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scores: Scores) -> Tensor:
     """Attends from the queries of sequences to their visible keys; `scores.window` is not read.
 
     Query (n, heads, L, d), key (n, kv_heads, K, d), value (n, kv_heads, K, d_v) and visible (L, K) bool, the same for
@@ -179,22 +159,14 @@ def attend_where(
     """
     key, value = _with_heads_of(query, key, value)
     if scores.are_plain:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, scale=scores.scale
-        )
-    products = (
-        query
-        @ key.mT
-        * (query.shape[3] ** -0.5 if scores.scale is None else scores.scale)
-    )
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=visible, scale=scores.scale)
+    products = query @ key.mT * (query.shape[3] ** -0.5 if scores.scale is None else scores.scale)
     if scores.softcap is not None:
         products = scores.softcap * torch.tanh(products / scores.softcap)
     products = products.masked_fill(~visible, -torch.inf)
     # A sink is a further column of the softmax, which has no value and is cut off again.
     if scores.sinks is not None:
-        additional = scores.sinks.to(products.dtype)[:, None, None].expand(
-            *products.shape[:-1], 1
-        )
+        additional = scores.sinks.to(products.dtype)[:, None, None].expand(*products.shape[:-1], 1)
         products = torch.cat([products, additional], dim=-1)
     shares = products.softmax(-1, dtype=torch.float32)[..., : visible.shape[1]]
     return shares.to(value.dtype) @ value
@@ -204,15 +176,10 @@ def _with_heads_of(query: Tensor, *others: Tensor) -> list[Tensor]:
     """Repeats the heads of keys and values, their dimension 1, until there are as many as of the query."""
     # The kernel for float32 on GPUs has no grouped queries: torch would multiply matrices of all pairs of tokens.
     repeats = [query.shape[1] // other.shape[1] for other in others]
-    return [
-        x if n == 1 else x.repeat_interleave(n, dim=1)
-        for x, n in zip(others, repeats, strict=True)
-    ]
+    return [x if n == 1 else x.repeat_interleave(n, dim=1) for x, n in zip(others, repeats, strict=True)]
 
 
-def _with_ragged_kernel(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores
-) -> Tensor:
+def _with_ragged_kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     """Computes `attend` by torch's variable-length kernel, for plain scores."""
     from torch.nn.attention.varlen import varlen_attn
 
@@ -236,29 +203,19 @@ def _with_ragged_kernel(
     return context[..., :width]
 
 
-def _run_by_run(
-    query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores
-) -> Tensor:
+def _run_by_run(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     """Computes `attend` by matrices, over neighbouring sequences of one length together."""
     # GPU: its kernels for float32 are called through autograd.
     # GPU-TEST: tests/megatron/test_fake_cuda.py::test_two_steps_in_float32_on_cuda_equal_transformers
     # GPU-RAN: not yet
-    if (
-        query.device.type == "cpu"
-        and scores.are_plain
-        and query.shape[2] == value.shape[2]
-    ):
+    if query.device.type == "cpu" and scores.are_plain and query.shape[2] == value.shape[2]:
         return _OnCpu.apply(query, key, value, sequences.runs, scores)
     outputs = []
-    for run, q, k, v in zip(
-        sequences.runs, *_by_run(sequences.runs, query, key, value), strict=True
-    ):
+    for run, q, k, v in zip(sequences.runs, *_by_run(sequences.runs, query, key, value), strict=True):
         visible = _visible(run, scores.window, query.device)
         if scores.are_plain and visible is None:
             k, v = _with_heads_of(q, k, v)
-            context = F.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=scores.scale
-            )
+            context = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale)
         else:
             context = attend_where(
                 q,
@@ -300,13 +257,9 @@ class _OnCpu(torch.autograd.Function):
         query, key, value, output, *normalizers = ctx.saved_tensors
         parts = _by_run(ctx.runs, query, key, value, output, grad)
         gradients = []
-        for run, q, k, v, context, g, normalizer in zip(
-            ctx.runs, *parts, normalizers, strict=True
-        ):
+        for run, q, k, v, context, g, normalizer in zip(ctx.runs, *parts, normalizers, strict=True):
             options = _options(run, ctx.scores, query)
-            gradients.append(
-                _flash_backward(g, q, k, v, context, normalizer, **options)
-            )
+            gradients.append(_flash_backward(g, q, k, v, context, normalizer, **options))
         return *map(_in_order, zip(*gradients, strict=True)), None, None
 
 
@@ -338,10 +291,7 @@ def _by_run(
         *((part, 1) for part in of_queries),
     ):
         parts = part.split([run[0] * run[column] for run in runs])
-        yield [
-            tokens.unflatten(0, (run[0], -1)).transpose(1, 2)
-            for tokens, run in zip(parts, runs, strict=True)
-        ]
+        yield [tokens.unflatten(0, (run[0], -1)).transpose(1, 2) for tokens, run in zip(parts, runs, strict=True)]
 
 
 def _in_order(parts: Sequence[Tensor]) -> Tensor:
@@ -379,11 +329,7 @@ def use_fastest_kernels() -> None:
     if torch.are_deterministic_algorithms_enabled():
         return
     known = IMPLEMENTATION in attention.list_flash_attention_impls()
-    if (
-        known
-        and attention.current_flash_attention_impl() is None
-        and is_installed(PACKAGE)
-    ):
+    if known and attention.current_flash_attention_impl() is None and is_installed(PACKAGE):
         attention.activate_flash_attention_impl(IMPLEMENTATION)
 
 
@@ -393,9 +339,7 @@ def takes_value_width(width: int, value_width: int) -> bool:
     if width == value_width:
         return True
     # The condition of its forward pass; its backward pass takes any widths up to its maximum.
-    has_kernel = (128 < width <= 192 and 96 < value_width <= 128) or (
-        width <= 64 and value_width <= 512
-    )
+    has_kernel = (128 < width <= 192 and 96 < value_width <= 128) or (width <= 64 and value_width <= 512)
     return has_kernel and attention.current_flash_attention_impl() == IMPLEMENTATION
 
 
@@ -425,20 +369,10 @@ def to_heads(
         return query, key, value
     size = group.size()
     # One message carries all three tensors, concatenated along their elements.
-    by_rank = [
-        _repeated(part, 1, size).unflatten(1, (size, -1))
-        for part in (query, key, value)
-    ]  # (T / cp, cp, n, d)
-    exchanged: Tensor = _AllToAll.apply(
-        torch.cat([part.flatten(2) for part in by_rank], dim=2).transpose(0, 1), group
-    )
-    local = exchanged.flatten(0, 1).split(
-        [part.shape[2] * part.shape[3] for part in by_rank], dim=1
-    )
-    query, key, value = (
-        part.unflatten(1, like.shape[2:])
-        for part, like in zip(local, by_rank, strict=True)
-    )
+    by_rank = [_repeated(part, 1, size).unflatten(1, (size, -1)) for part in (query, key, value)]  # (T / cp, cp, n, d)
+    exchanged: Tensor = _AllToAll.apply(torch.cat([part.flatten(2) for part in by_rank], dim=2).transpose(0, 1), group)
+    local = exchanged.flatten(0, 1).split([part.shape[2] * part.shape[3] for part in by_rank], dim=1)
+    query, key, value = (part.unflatten(1, like.shape[2:]) for part, like in zip(local, by_rank, strict=True))
     return query, key, value
 
 

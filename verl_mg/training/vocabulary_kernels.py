@@ -44,15 +44,15 @@ def _tanh(x):
 
 
 @triton.jit
-def _logits(products, bits, columns, inside, factor, cap, CAPPED: tl.constexpr, LIMITED: tl.constexpr):
+def _logits(products, bits, columns, inside, factor, cap, is_capped: tl.constexpr, is_limited: tl.constexpr):
     """Returns logits, and the derivative of tanh."""
     z = tl.load(products + columns, mask=inside, other=0.0) * factor
     slope = 1.0
-    if CAPPED:
+    if is_capped:
         z = _tanh(z)
         slope = 1 - z * z
         z = z * cap
-    if LIMITED:
+    if is_limited:
         word = tl.load(bits + columns // _BITS, mask=inside, other=0)
         z = tl.where((word >> (columns % _BITS)) & 1 != 0, z, _EXCLUDED)
     return tl.where(inside, z, _LOWEST), slope
@@ -61,28 +61,28 @@ def _logits(products, bits, columns, inside, factor, cap, CAPPED: tl.constexpr, 
 @triton.jit
 def _sums(
     products, stride, bits, words, targets, count, out, line, rows, first, factor, cap,
-    KIND: tl.constexpr, CAPPED: tl.constexpr, LIMITED: tl.constexpr, TARGETS: tl.constexpr, SIZE: tl.constexpr,
+    kind: tl.constexpr, is_capped: tl.constexpr, is_limited: tl.constexpr, lanes: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     bits += row * words
     out += row
-    places = tl.arange(0, SIZE // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    places = tl.arange(0, size // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]
     # Each thread has its own maximum and sums for the four columns of a load: it exchanges nothing with others until
     # the end, and scales once for four exponentials.
-    highest = tl.full([SIZE // 4], _LOWEST, tl.float32)
-    total, other = tl.zeros([SIZE // 4], tl.float32), tl.zeros([SIZE // 4], tl.float32)
-    for start in range(0, rows, SIZE):
+    highest = tl.full([size // 4], _LOWEST, tl.float32)
+    total, other = tl.zeros([size // 4], tl.float32), tl.zeros([size // 4], tl.float32)
+    for start in range(0, rows, size):
         columns = start + places
-        z, _ = _logits(products, bits, columns, columns < rows, factor, cap, CAPPED, LIMITED)
+        z, _ = _logits(products, bits, columns, columns < rows, factor, cap, is_capped, is_limited)
         largest = tl.maximum(highest, tl.max(z, 1))
         shift = highest - largest
         shrink = tl.exp(shift)
         relative = z - largest[:, None]
         exponentials = tl.exp(relative)
-        if KIND == "entropy":
+        if kind == "entropy":
             other = shrink * (other + shift * total) + tl.sum(exponentials * relative, 1)
-        if KIND == "squares":
+        if kind == "squares":
             other = shrink * shrink * other + tl.sum(exponentials * exponentials, 1)
         total = shrink * total + tl.sum(exponentials, 1)
         highest = largest
@@ -91,16 +91,16 @@ def _sums(
     shrink = tl.exp(shift)
     tl.store(out + _HIGHEST * line, largest)
     tl.store(out + _TOTAL * line, tl.sum(total * shrink, 0))
-    if KIND == "entropy":
+    if kind == "entropy":
         tl.store(out + _OTHER * line, tl.sum((other + shift * total) * shrink, 0))
-    if KIND == "squares":
+    if kind == "squares":
         tl.store(out + _OTHER * line, tl.sum(other * shrink * shrink, 0))
-    if TARGETS > 0:
-        numbers = tl.arange(0, TARGETS)
+    if lanes > 0:
+        numbers = tl.arange(0, lanes)
         chosen = tl.load(targets + row * count + numbers, mask=numbers < count, other=-1) - first
         is_local = (numbers < count) & (chosen >= 0) & (chosen < rows)
-        z, _ = _logits(products, bits, chosen, is_local, factor, cap, CAPPED, LIMITED)
-        skipped = 2 if KIND is None else 3
+        z, _ = _logits(products, bits, chosen, is_local, factor, cap, is_capped, is_limited)
+        skipped = 2 if kind is None else 3
         tl.store(out + (skipped + numbers) * line, tl.where(is_local, z - largest, 0.0), mask=numbers < count)
 
 
@@ -110,19 +110,19 @@ def _log_of_sum(a, b):
 
 
 @triton.jit
-def _terms(p, q, beta, of_p, of_q, KIND: tl.constexpr):
+def _terms(p, q, beta, of_p, of_q, kind: tl.constexpr):
     """Returns terms and slopes of a divergence, see `algorithms.divergence`; p, q: log-probs of teacher and student."""
     of_teacher, of_student = tl.exp(p), tl.exp(q)
-    if KIND == "forward":
+    if kind == "forward":
         terms, slopes = of_teacher * (p - q), -of_teacher
-    elif KIND == "reverse":
+    elif kind == "reverse":
         terms, slopes = of_student * (q - p), of_student * (q - p + 1)
     else:
         mixture = _log_of_sum(p + of_p, q + of_q)
-        if KIND == "js":
+        if kind == "js":
             slopes = (1 - beta) * of_student * (q - mixture)
             terms = beta * of_teacher * (p - mixture) + slopes
-        elif KIND == "skew_forward":
+        elif kind == "skew_forward":
             terms, slopes = of_teacher * (p - mixture), -(1 - beta) * of_teacher * tl.exp(q - mixture)
         else:
             terms = of_student * (q - mixture)
@@ -134,7 +134,8 @@ def _terms(p, q, beta, of_p, of_q, KIND: tl.constexpr):
 def _divergence(
     products, stride, bits, words, normalizer, teacher, teacher_stride, teacher_normalizer, out, line, rows,
     factor, cap, teacher_factor, teacher_cap, beta, of_p, of_q,
-    KIND: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr, LIMITED: tl.constexpr, SIZE: tl.constexpr,
+    kind: tl.constexpr, is_capped: tl.constexpr, teacher_is_capped: tl.constexpr, is_limited: tl.constexpr,
+    size: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
@@ -142,15 +143,15 @@ def _divergence(
     bits += row * words
     highest, logarithm = tl.load(normalizer + row), tl.load(normalizer + line + row)
     teacher_highest, teacher_logarithm = tl.load(teacher_normalizer + row), tl.load(teacher_normalizer + line + row)
-    lanes = tl.arange(0, SIZE)
-    sum_of_terms, sum_of_slopes = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
-    for start in range(0, rows, SIZE):
-        columns = start + lanes
+    places = tl.arange(0, size)
+    sum_of_terms, sum_of_slopes = tl.zeros([size], tl.float32), tl.zeros([size], tl.float32)
+    for start in range(0, rows, size):
+        columns = start + places
         inside = columns < rows
-        q, _ = _logits(products, bits, columns, inside, factor, cap, CAPPED, LIMITED)
-        p, _ = _logits(teacher, bits, columns, inside, teacher_factor, teacher_cap, TEACHER_CAPPED, LIMITED)
+        q, _ = _logits(products, bits, columns, inside, factor, cap, is_capped, is_limited)
+        p, _ = _logits(teacher, bits, columns, inside, teacher_factor, teacher_cap, teacher_is_capped, is_limited)
         q, p = q - highest - logarithm, p - teacher_highest - teacher_logarithm
-        terms, slopes = _terms(p, q, beta, of_p, of_q, KIND)
+        terms, slopes = _terms(p, q, beta, of_p, of_q, kind)
         sum_of_terms += tl.where(inside, terms, 0.0)
         sum_of_slopes += tl.where(inside, slopes, 0.0)
     tl.store(out + row, tl.sum(sum_of_terms, 0))
@@ -162,32 +163,39 @@ def _gradient(
     products, stride, bits, words, normalizer, targets, count, of_logprobs, of_all, entropy, of_entropy,
     teacher, teacher_stride, teacher_normalizer, of_divergence, slopes_of_row, out, out_stride, line, rows, first,
     factor, cap, scale, teacher_factor, teacher_cap, beta, of_p, of_q,
-    HAS_ENTROPY: tl.constexpr, KIND: tl.constexpr, CAPPED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
-    LIMITED: tl.constexpr, SIZE: tl.constexpr,
+    has_entropy: tl.constexpr, kind: tl.constexpr, is_capped: tl.constexpr, teacher_is_capped: tl.constexpr,
+    is_limited: tl.constexpr, size: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    start = tl.program_id(1) * SIZE
-    columns = start + tl.arange(0, SIZE)
+    start = tl.program_id(1) * size
+    columns = start + tl.arange(0, size)
     inside = columns < rows
     bits += row * words
-    z, slope = _logits(products + row * stride, bits, columns, inside, factor, cap, CAPPED, LIMITED)
+    z, slope = _logits(products + row * stride, bits, columns, inside, factor, cap, is_capped, is_limited)
     q = z - tl.load(normalizer + row) - tl.load(normalizer + line + row)
     of_student = tl.exp(q)
     along = tl.load(of_all + row)
-    if HAS_ENTROPY:
+    if has_entropy:
         along += tl.load(of_entropy + row) * (q + tl.load(entropy + row))
     gradient = -of_student * along
     # Few blocks of a row have a target, which is a test of one number.
     for number in range(0, count):
         chosen = tl.load(targets + row * count + number) - first
-        if (chosen >= start) & (chosen < start + SIZE):
+        if (chosen >= start) & (chosen < start + size):
             gradient += tl.where(columns == chosen, tl.load(of_logprobs + row * count + number), 0.0)
-    if KIND is not None:
+    if kind is not None:
         p, _ = _logits(
-            teacher + row * teacher_stride, bits, columns, inside, teacher_factor, teacher_cap, TEACHER_CAPPED, LIMITED
+            teacher + row * teacher_stride,
+            bits,
+            columns,
+            inside,
+            teacher_factor,
+            teacher_cap,
+            teacher_is_capped,
+            is_limited,
         )
         p = p - tl.load(teacher_normalizer + row) - tl.load(teacher_normalizer + line + row)
-        _, slopes = _terms(p, q, beta, of_p, of_q, KIND)
+        _, slopes = _terms(p, q, beta, of_p, of_q, kind)
         gradient += tl.load(of_divergence + row) * (slopes - of_student * tl.load(slopes_of_row + row))
     tl.store(out + row * out_stride + columns, (gradient * slope * scale).to(out.dtype.element_ty), mask=inside)
 
@@ -241,8 +249,8 @@ def _row_gradient(
         *_matrix(products), *_words(bits, products), normalizer, targets, targets.shape[1], of_logprobs, of_all,
         entropy, of_entropy, *((None, 0) if teacher is None else _matrix(teacher)), teacher_normalizer, of_divergence,
         slopes, out, out.stride(0), len(products), products.shape[1], first, factor, cap or 0.0, scale,
-        teacher_factor, teacher_cap or 0.0, beta, *log_shares(kind, beta), of_entropy is not None, kind, cap is not None,
-        teacher_cap is not None, bits is not None, size, num_warps=WARPS,
+        teacher_factor, teacher_cap or 0.0, beta, *log_shares(kind, beta), of_entropy is not None, kind,
+        cap is not None, teacher_cap is not None, bits is not None, size, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -286,12 +294,14 @@ class TritonRows(Rows):
         return self._products, self._bits, self._factor, self._cap
 
     def sums(self, targets: Tensor, extra: Extra, out: Tensor, reused: bool) -> None:
+        """Fills `out` in one kernel."""
         torch.ops.verl_mg.row_sums(*self._arguments, targets.contiguous(), self._layer.first_token, extra, out)
 
     def normalize(self, normalizer: Tensor) -> None:
         """Does nothing: kernels normalize."""
 
     def divergence(self, teacher: Any, divergence: Divergence, normalizers: tuple[Tensor, Tensor]) -> Tensor:
+        """Returns sums of terms and slopes."""
         ours, theirs = (each.contiguous() for each in normalizers)
         out = torch.empty_like(ours)
         options = divergence.kind, divergence.beta
@@ -299,11 +309,12 @@ class TritonRows(Rows):
         return out
 
     def as_teacher(self, normalizer: Tensor) -> tuple[Any, ...]:
-        """Returns the arguments of a teacher's rows, whose candidates are those of the student's."""
+        """Returns the arguments of a teacher's rows, whose candidates are the student's."""
         return self._products, self._factor, self._cap, normalizer
 
     def gradient(self, of: RowGradient, dtype: torch.dtype) -> Tensor:
-        out = aligned_empty(*self._products.shape, dtype, self._products.device)
+        """Returns the gradient of the products."""
+        out = aligned_empty(len(self._products), self._products.shape[1], dtype, self._products.device)
         of_teacher: tuple[Any, ...] = (None, 1.0, None, None, None, None, None, 0.5)
         if (teacher := of.teacher) is not None:
             theirs, kind = teacher.rows.as_teacher(teacher.normalizer), teacher.divergence.kind

@@ -5,7 +5,7 @@ q = softmax(z) of the student's logits z, the target y, the entropy H, the diver
 
     d log q(y) / dz = [y] - q        d H / dz = -q (log q + H)        d D / dz = s - q sum(s)
 
-Sums over the vocabulary are first those of a part, relative to the largest logit of the part. With the parts' maxima
+Sums over the vocabulary are first of a part, relative to the largest logit of the part. With the parts' maxima
 m and the maximum M of all, a sum of exponentials is the sum of exp(m - M) times that of each part, so that two
 all-reduces combine all tokens of a micro-batch. Of a token with logits 1 3 | 2 on two ranks, and target 1:
 
@@ -57,11 +57,11 @@ class TeacherGradient:
 
 
 class Rows(ABC):
-    """Rows of logits (n, v): those of the draw of n tokens, for the v tokens of the vocabulary that a layer has.
+    """Rows of logits (n, v), of the draw of n tokens, for the v tokens of the vocabulary that a layer has.
 
     Args:
         products: products of the tokens' hidden states and the layer's weights, which the rows may change.
-        tokens: places of the tokens among those of the draw.
+        tokens: places of the tokens among all tokens of the draw.
         learns: whether `gradient` is called.
     """
 
@@ -69,12 +69,13 @@ class Rows(ABC):
     copies_with_teacher: int
 
     @abstractmethod
-    def __init__(self, products: Tensor, layer: OutputLayer, draw: Draw, tokens: slice, learns: bool = False) -> None:
-        ...
+    def __init__(
+        self, products: Tensor, layer: OutputLayer, draw: Draw, tokens: slice, learns: bool = False
+    ) -> None: ...
 
     @abstractmethod
     def sums(self, targets: Tensor, extra: Extra, out: Tensor, reused: bool) -> None:
-        """Fills `out` (lines, n) with sums over this part and the logits of targets (n, c), all relative to the largest.
+        """Fills `out` (lines, n) with sums over this part and logits of targets (n, c), relative to the largest.
 
         `reused`: other methods are called afterwards.
         """
@@ -107,11 +108,13 @@ class TorchRows(Rows):
         self._highest: Tensor | None = None
 
     def sums(self, targets: Tensor, extra: Extra, out: Tensor, reused: bool) -> None:
+        """Fills `out` by operations of torch."""
         logits = self._values
         # A shard that is all padding has no maximum.
         highest = logits.amax(-1).clamp_(min=LOWEST) if logits.shape[1] else out.new_full((len(logits),), LOWEST)
         logits -= highest[:, None]
         self._highest, out[HIGHEST] = highest, highest
+        out[lines(extra) :] = 0
         if logits.shape[1]:
             local, is_local = self._layer.local_targets(targets)
             out[lines(extra) :] = (logits.gather(1, local) * is_local).T
@@ -121,15 +124,18 @@ class TorchRows(Rows):
             out[OTHER] = exponentials.mul_(logits if extra == "entropy" else exponentials).sum(-1)
 
     def normalize(self, normalizer: Tensor) -> None:
+        """Subtracts the normalizer."""
         highest, logarithm = normalizer
         relative = highest if self._highest is None else highest - self._highest
         self._values.sub_((relative + logarithm)[:, None])
 
     def divergence(self, teacher: Any, divergence: Divergence, normalizers: tuple[Tensor, Tensor]) -> Tensor:
+        """Returns sums of terms and slopes."""
         both = teacher._values, self._values
         return torch.stack([divergence.terms(*both).sum(-1), divergence.slopes(*both).sum(-1)])
 
     def gradient(self, of: RowGradient, dtype: torch.dtype) -> Tensor:
+        """Returns the gradient of the products."""
         values, layer = self._values, self._layer
         of_divergence = None
         if of.teacher is not None:
@@ -170,7 +176,7 @@ def rows_on(device: torch.device) -> type[Rows]:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What the sums of rows over the whole vocabulary result in."""
+    """Results of the sums of rows over the whole vocabulary."""
 
     normalizer: Tensor  # (2, n) largest logit, and the logarithm of the sum of exponentials relative to it
     logprobs: Tensor  # (n, c)
@@ -178,7 +184,7 @@ class Outputs:
 
 
 def lines(extra: Extra) -> int:
-    """Returns the number of lines of sums before those of the targets."""
+    """Returns the number of lines of sums before the lines of the targets."""
     return 3 if extra else 2
 
 

@@ -33,6 +33,7 @@ from verl_mg.reshard.delta import Patch
 from verl_mg.reshard.delta_transfer import SentValues, transfer_changes
 from verl_mg.reshard.encode import EncodedMaps, Encoder, encoded_maps
 from verl_mg.reshard.encoding import Wire, encoding_of
+from verl_mg.reshard.execute import Sources
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import JoinedShardMap, ShardMap
@@ -127,7 +128,7 @@ class ChunkValues:
     """A chunk, and the tensors from which this rank sends it."""
 
     chunk: Chunk
-    tensors: Mapping[str, Tensor]
+    tensors: Sources
     wait_for: Callable[[str], object] = lambda _: None
     """Waits for the values of a tensor by its name."""
 
@@ -141,7 +142,7 @@ class ChunkValues:
 
     def keep(self, sent: SentValues) -> None:
         """Copies the values, to find changes in the next transfer."""
-        sent.keep(self.chunk.schedule, self.tensors)
+        sent.keep_all(self.chunk.schedule, self.tensors)
 
 
 def plan_transfer(

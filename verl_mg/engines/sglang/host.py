@@ -377,4 +377,4 @@ def create(arguments: dict[str, Any], options: EngineOptions, loop: asyncio.Abst
 
 
 if __name__ == "__main__":
-    engine_host.main(create)
+    engine_host.main(create, "sglang.srt.entrypoints.engine")

@@ -352,4 +352,4 @@ class StepStatistics:
 
 
 if __name__ == "__main__":
-    engine_host.main(create)
+    engine_host.main(create, "vllm.v1.engine.async_llm")
