@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore
 
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompt_feed import PromptFeed
@@ -231,15 +231,12 @@ class Rollout(RolloutSource):
 
     def __init__(self, engines: EngineGroup, setup: RolloutSetup) -> None:
         super().__init__(setup.records)
-        self._engines, self._setup = engines, setup
+        self._engines, self._setup, self._reward = engines, setup, setup.reward
         self._sampling, self._context, self._feed = setup.sampling, setup.context, setup.prompts
         # Counters that no other engine uses stay in its rank.
-        is_shared = engines.num_engines > 1
-        self._reward = setup.reward
-        self._store: Store = PrefixStore("rollout", setup.context.store) if is_shared else HashStore()
+        self._store = PrefixStore("rollout", setup.context.store) if engines.num_engines > 1 else HashStore()
         self.drawn = how_drawn(setup.sampling, setup.columns.agent_names)
-        self._num_calls = 0
-        self._groups = GroupBuffer()
+        self._groups, self._num_calls = GroupBuffer(), 0
         self._ahead: list[int] = []
         """Prompts that were submitted for later calls, in order; the recipe must request them next."""
         self._num_samples_ahead = 0
