@@ -1,4 +1,4 @@
-"""Continuous decoding over a `transformers` module: rows that end make room for others, without padding between them.
+"""Continuous decoding over a `transformers` module: rows that have ended are replaced by others.
 
 Rows of similar length form a deck with a cache, in which they are aligned at the right. In a deck all rows get a token
 in each step; the decks take turns, the one with most rows first:
@@ -40,7 +40,7 @@ from verl_mg.images import RowImages
 # Rows leave a deck once this share of it has ended: leaving it copies the cache of all others, joining it is a prefill.
 # With responses of 26 tokens an eighth and a half take more steps and prefills together, with 200 an eighth 5 % fewer.
 SHARE_LEAVING = 0.25
-COLUMNS, GROWTH = (64, 4)  # columns of the first deck; those of each further one are as many times more
+COLUMNS, GROWTH = 64, 4  # columns of the first deck; each further one has as many times more
 
 
 @dataclass(frozen=True)
