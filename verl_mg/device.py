@@ -62,7 +62,7 @@ def group_backend() -> str:
 def keep_freed_memory() -> None:
     """Makes the allocator of the host keep what one layer frees for the next one."""
     # glibc would return it to the system and get it again, page by page: 3 to 6 % of an update on the CPU. Parts of
-    # KEPT_PART and more are returned at once, and so is what is free beyond KEPT.
+    # KEPT_PART and more are returned when they are freed, and so is what is free beyond KEPT.
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):  # musl and macOS have none
         mallopt(M_MMAP_THRESHOLD, KEPT_PART)
         mallopt(M_TRIM_THRESHOLD, KEPT)

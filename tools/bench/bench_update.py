@@ -7,7 +7,7 @@ turns, and the figures are medians over the rounds after a warm-up. The earlier 
 both sides are compared, so that what is timed is the same computation.
 
 The limit, see `machine_limit`, is measured in the same processes after each step: forward and backward pass against the
-matrix products of the weights alone, the optimizer's step against a copy of the memory that it reads and writes, and
+matrix products of the weights only, the optimizer's step against a copy of the memory that it reads and writes, and
 attention over the packed rows against one row of as many FLOPs. Kernels that are no products are named with their
 seconds. On a GPU the same figure is the share of the peak in the report of `bench_gpu`.
 """
@@ -53,8 +53,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Architecture, and fields of config.json. The products of an expert are small in `moe` and larger in `moe_large`."""
 SHARES: dict[str, Callable[[dict[str, Any]], float]] = {
-    "products of weights alone, of forward and backward pass": lambda s: s["products"] / (s["update"] - s["optimizer"]),
-    "copy of memory alone, of the optimizer's step": lambda s: s["copy"] / s["optimizer"],
+    "only products of weights, of forward and backward pass": lambda s: s["products"] / (s["update"] - s["optimizer"]),
+    "only a copy of memory, of the optimizer's step": lambda s: s["copy"] / s["optimizer"],
     "one row of the same FLOPs, of attention over packed rows": lambda s: s["one row"] / s["packed"],
 }
 """Shares of the machine's limit, of the figures of a step."""

@@ -1,8 +1,8 @@
-"""What limits an update on this machine: its matrix products alone, a copy of memory, attention to one whole row.
+"""Limits of an update on this machine: only its matrix products, a copy of memory, attention to one whole row.
 
 `Operations` records an update: every matrix product with its shapes, and the CPU seconds of every kernel. The products
-then run again alone, as often and in the same order, into memory that is there: experts one after another, as the
-update computes them. The share of these seconds in the update's is how near to the machine's limit it is.
+then run again without the rest, as often and in the same order, into memory that is there: experts one after another,
+as the update computes them. The share of these seconds in the update's is how near to the machine's limit it is.
 """
 
 from __future__ import annotations

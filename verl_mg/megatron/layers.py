@@ -76,7 +76,7 @@ def _norm_gradients(
 ) -> tuple[Tensor, Tensor | None]:
     factor, weight_grad = _factor(weight, zero_centered).float(), None
     x, grad, dtype = x.float(), grad.float(), x.dtype
-    # x is multiplied with the numbers of its tokens, `inverse`, in sums and not in a pass of its own.
+    # x is multiplied with the numbers of its tokens, `inverse`, in sums and not in a further pass.
     products = x * grad
     if needs_weight_grad:
         weight_grad = products.flatten(0, -2).T.mv(inverse.flatten()).to(weight.dtype)
