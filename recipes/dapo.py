@@ -13,7 +13,6 @@ Differences from GRPO:
 from functools import partial
 from typing import Literal, Self
 
-import torch
 from pydantic import Field, PositiveInt, model_validator
 
 from verl_mg.algorithms.advantages import differ, group_relative, informative, soft_overlong_penalty
@@ -27,7 +26,7 @@ from verl_mg.recipes.common.entropy import add_entropy_bonus
 from verl_mg.recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
 from verl_mg.recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from verl_mg.recipes.common.old_logprobs import OldLogprobs
-from verl_mg.recipes.common.rows import concat_rollouts, response_lengths, sampling_metrics
+from verl_mg.recipes.common.rows import concat_rollouts, response_lengths, rows_of_groups, sampling_metrics
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 
@@ -89,7 +88,7 @@ def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
 def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     cfg = with_current_kl(cfg, job.state)
     rounds: list[Batch] = []
-    groups = torch.empty(0)
+    groups: list[int] = []
     if cfg.dynamic_sampling == "streaming":  # a group whose rewards do not differ is replaced as soon as it is scored
         assert cfg.max_sampling_rounds is not None  # checked above: prompts are submitted in advance
         most = cfg.max_sampling_rounds * cfg.prompts_per_iteration
@@ -97,18 +96,17 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
         batch["reward"] = job.reward.wait(batch)
         # Of agents with names the rewards of one differ at least.
         rounds.append(batch.select(informative(batch["reward"], batch["group"], batch["trajectory"])))
-        groups = without_agent(job.all_gather_column(rounds[0], "group")).unique()
+        groups = without_agent(job.all_gather_column(rounds[0], "group")).unique().tolist()
     else:
         while len(groups) < cfg.prompts_per_iteration and len(rounds) != cfg.max_sampling_rounds:
             prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
             batch = job.rollout.generate(prompts, num_samples=cfg.group_size)
             batch["reward"] = job.reward.wait(batch)
             rounds.append(batch.select(informative(batch["reward"], batch["group"], batch["trajectory"])))
-            groups = without_agent(job.all_gather_column(concat_rollouts(rounds), "group")).unique()
+            groups = without_agent(job.all_gather_column(concat_rollouts(rounds), "group")).unique().tolist()
     # The last round may bring more groups than an update needs. Every rank has all of them, and drops the same ones.
     groups = groups[: cfg.prompts_per_iteration]
-    batch = concat_rollouts(rounds)
-    batch = batch.select(torch.isin(without_agent(batch["group"]), groups))
+    batch = rows_of_groups(concat_rollouts(rounds), groups)
 
     # After the filter, which compares the rewards without penalties of length.
     if cfg.overlong_buffer:

@@ -10,7 +10,6 @@ The rewards are the parts that the reward function reports, or the names in `rew
 
 from functools import partial
 
-import torch
 from pydantic import Field, PositiveInt
 
 from verl_mg.algorithms.advantages import gdpo, moments, whiten
@@ -23,6 +22,7 @@ from verl_mg.recipes.common.kl import KLConfig, KLInLoss, adapt_kl, add_kl_loss,
 from verl_mg.recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from verl_mg.recipes.common.old_logprobs import OldLogprobs
 from verl_mg.recipes.common.reward_parts import weighted_parts
+from verl_mg.recipes.common.rows import one_row_of_each_sample
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 
@@ -86,9 +86,8 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     rewards, weights = weighted_parts(batch, cfg.rewards)
     advantages = gdpo(rewards, weights, batch["group"], batch["trajectory"])
     # Over samples, as in the paper; over tokens a long sample would count more.
-    samples = torch.zeros(len(batch), dtype=torch.bool).index_fill_(0, batch.first_rows, True)  # one row of each
-    sums = job.all_reduce_sum(moments(advantages, samples))
-    advantages = whiten(advantages, torch.ones_like(samples), sums)
+    sums = job.all_reduce_sum(moments(advantages, one_row_of_each_sample(batch)))
+    advantages = whiten(advantages, batch.lengths > 0, sums)  # in all rows
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
 
     metrics = job.actor.update(

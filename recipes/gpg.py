@@ -12,7 +12,6 @@ Differences from GRPO:
 
 from functools import partial
 
-import torch
 from pydantic import Field, PositiveInt
 
 from verl_mg.algorithms.advantages import group_relative, informative
@@ -77,7 +76,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     rewards = rewards_with_kl(batch, cfg.kl)
     # Both numbers are over all ranks: the factor is the same however groups are distributed.
     useful = informative(rewards, batch["group"], batch["trajectory"])[batch.first_rows]
-    num_samples, num_useful = job.all_reduce_sum(torch.tensor([len(useful), useful.sum()])).tolist()
+    num_samples, num_useful = job.all_reduce_sum([len(useful), useful.sum()]).tolist()
     advantages = group_relative(rewards, batch["group"], batch["trajectory"], normalize_by_std=False)
     advantages = advantages * (num_samples / max(num_useful, 1))
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal, Self
 
-import torch
 from pydantic import Field, PositiveInt, model_validator
 
 from verl_mg.algorithms.advantages import gae, moments, resampling_weights, select, whiten
@@ -119,13 +118,12 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     # All ranks draw the same responses, and each repeats its rows as often as they were drawn.
     names = ("trajectory", "group", "reward")
     drawable, groups, rewards = (job.all_gather_column(buffer.one_per_trajectory(), name) for name in names)
-    num_samples = int(job.all_reduce_sum(torch.tensor(len(batch.first_rows))))
+    num_samples = int(job.all_reduce_sum([len(batch.first_rows)]))
     num_draws = num_samples * (cfg.draws_per_prompt or cfg.group_size) // cfg.group_size
     weights = resampling_weights(rewards, groups, cfg.resampling, cfg.power, cfg.filter_probability)
-    drawn = select(weights, num_draws, torch.Generator().manual_seed(job.config.job.seed + job.iteration))
-    ids, order = drawable.sort()
-    times = drawn.bincount(minlength=len(drawable))[order[torch.searchsorted(ids, buffer["trajectory"])]]
-    batch = job.reassign_sample_ids(buffer.select(torch.arange(len(buffer)).repeat_interleave(times)))
+    drawn = select(weights, num_draws, job.config.job.seed + job.iteration)
+    times = dict(zip(drawable.tolist(), drawn.bincount(minlength=len(drawable)).tolist(), strict=True))
+    batch = job.reassign_sample_ids(buffer.repeat([times[sample] for sample in buffer["trajectory"].tolist()]))
 
     batch["values"] = job.critic.compute_values(batch)
     rewards, mask = token_rewards_with_kl(batch, cfg.kl)

@@ -14,7 +14,6 @@ Differences from GRPO:
 from functools import partial
 from typing import Literal
 
-import torch
 from pydantic import Field, PositiveInt
 
 from verl_mg.algorithms.advantages import group_means, implicit_rewards, moments, prime_advantages, process_sums, whiten
@@ -28,7 +27,7 @@ from verl_mg.recipes.common.entropy import add_entropy_bonus
 from verl_mg.recipes.common.kl import KLConfig, adapt_kl, add_kl_loss, kl_sums, rewards_with_kl, with_current_kl
 from verl_mg.recipes.common.off_policy import OffPolicyConfig, add_off_policy_weights, apply_off_policy_weights
 from verl_mg.recipes.common.old_logprobs import OldLogprobs
-from verl_mg.recipes.common.rows import concat_rollouts, sampling_metrics
+from verl_mg.recipes.common.rows import concat_rollouts, rows_of_groups, sampling_metrics
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 
 
@@ -99,18 +98,17 @@ def policy_loss(inputs: LossInputs, cfg: Config) -> LossOutput:
 
 def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     cfg = with_current_kl(cfg, job.state)
-    rounds, groups = list[Batch](), torch.empty(0)
+    rounds, groups = list[Batch](), list[int]()
     while len(groups) < cfg.prompts_per_iteration and len(rounds) != cfg.max_sampling_rounds:
         prompts = job.prompts.next_batch(cfg.prompts_per_iteration)
         batch = job.rollout.generate(prompts, num_samples=cfg.group_size)
         batch["reward"] = job.reward.wait(batch)
         accuracy = group_means(batch["reward"].clamp(0, 1), batch["group"], batch["trajectory"])
         rounds.append(batch.select((accuracy >= cfg.accuracy_low) & (accuracy <= cfg.accuracy_high)))
-        groups = without_agent(job.all_gather_column(concat_rollouts(rounds), "group")).unique()
+        groups = without_agent(job.all_gather_column(concat_rollouts(rounds), "group")).unique().tolist()
     # The last round may bring more groups than an update needs. Every rank has all of them, and drops the same ones.
     groups = groups[: cfg.prompts_per_iteration]
-    batch = concat_rollouts(rounds)
-    batch = batch.select(torch.isin(without_agent(batch["group"]), groups))
+    batch = rows_of_groups(concat_rollouts(rounds), groups)
     with job.concurrent_roles():
         if cfg.old_logprobs == "recompute":
             batch["old_logprobs"] = job.actor.compute_logprobs(batch)

@@ -6,7 +6,6 @@ Differences from GRPO: no groups, ratios, clips and reference; the plain policy 
 and token losses summed over a response. The shortest recipe: read it first.
 """
 
-import torch
 from pydantic import PositiveInt
 
 from verl_mg.algorithms.aggregation import LossAggregation
@@ -36,7 +35,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     batch = job.rollout.generate(prompts, num_samples=1)
     batch["reward"] = job.reward.wait(batch)
     rewards = batch["reward"][batch.first_rows]  # one of each response, which of an agent is several rows
-    total, count = job.all_reduce_sum(torch.tensor([rewards.sum(), len(rewards)])).tolist()
+    total, count = job.all_reduce_sum([rewards.sum(), len(rewards)]).tolist()
     batch["advantages"] = batch.expand_to_tokens(batch["reward"] - total / count) * batch["loss_mask"]
     longest = job.config.rollout.max_new_tokens
     metrics = job.actor.update(batch, reinforce_loss, cfg.loss_aggregation, max_length=longest)

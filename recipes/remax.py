@@ -11,7 +11,6 @@ Differences from GRPO:
 
 from functools import partial
 
-import torch
 from pydantic import Field, PositiveInt
 
 from verl_mg.algorithms.advantages import remax
@@ -91,7 +90,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     baselines = dict(zip(greedy_ids, job.all_gather_column(greedy, "reward").tolist(), strict=True))
 
     keys = zip(*(batch[name].tolist() for name in ids), strict=True)
-    greedy_rewards = torch.tensor([baselines.get(key, 0.0) for key in keys])
+    greedy_rewards = batch["reward"].new_tensor([baselines.get(key, 0.0) for key in keys])
     advantages = remax(rewards_with_kl(batch, cfg.kl), greedy_rewards)
     batch["advantages"] = batch.expand_to_tokens(advantages) * batch["loss_mask"]
 

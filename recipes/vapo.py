@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
 from pydantic import Field, PositiveInt
 
 from verl_mg.algorithms.advantages import gae, length_adaptive_lambda, moments, whiten
@@ -115,7 +114,7 @@ def iteration(job: RunningJob, cfg: Config) -> dict[str, float]:
     right = batch["reward"] > 0
     counted = mask if cfg.loss_aggregation == "token-mean" else mask.any(1, keepdim=True)
     num_right = (counted & right[batch.first_rows][:, None]).sum()
-    total, num_right = job.all_reduce_sum(torch.stack([counted.sum(), num_right])).tolist()
+    total, num_right = job.all_reduce_sum([counted.sum(), num_right]).tolist()
     batch["right"] = (batch["loss_mask"] & batch.expand_to_tokens(right)).float() * (total / max(num_right, 1))
 
     # The head of a new critic predicts nothing yet: advantages from its values would be noise.

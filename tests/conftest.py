@@ -20,11 +20,13 @@ import torch
 from hypothesis import settings
 
 from tests.helpers.fake_cuda import FakeCudaProcess
+from tests.helpers.interpreted_triton import use_kernels
 from tests.helpers.machine import Machine
 from tests.helpers.rank_pool import RankPool
 from tests.helpers.s3_server import S3Server, s3_server
+from tests.helpers.separate_ranks import SeparateRanks
 from tests.helpers.tiny_models import MIXTURES, TRAINED, tiny_model
-from tests.transformer_engine.on_cpu import TransformerEngineRanks, installed
+from tests.transformer_engine.on_cpu import installed, load
 from verl_mg.sandbox import run_python
 
 torch.set_num_threads(1)
@@ -37,7 +39,7 @@ _MACHINE, _POOL = pytest.StashKey[Machine](), pytest.StashKey[RankPool]()
 
 QUICK = ("algorithms", "data", "layout", "models", "planner", "reshard", "rewards", "sharding")
 """Folders, besides the modules at the top, whose tests are pure; `--quick` selects them."""
-SLOW_FIXTURES = {"ranks", "fake_cuda", "transformer_engine", "runs", "sandbox", "hosts", "checkpointed"}
+SLOW_FIXTURES = {"ranks", "fake_cuda", "transformer_engine", "kernel_ranks", "runs", "sandbox", "hosts", "checkpointed"}
 SLOW_MODULES = {
     *("test_api", "test_cli", "test_docs", "test_doctor", "test_fuzz", "test_launch"),
     *("test_quickstart", "test_support", "test_two_hosts"),
@@ -152,11 +154,18 @@ def fake_cuda() -> Iterator[FakeCudaProcess]:
 
 
 @pytest.fixture(scope="session")
-def transformer_engine() -> Iterator[TransformerEngineRanks]:
+def transformer_engine() -> Iterator[SeparateRanks]:
     """Ranks on the CPU that have Transformer Engine."""
     if torch.cuda.is_available():
         pytest.skip("the CPU platform is for machines without a GPU")
-    with TransformerEngineRanks(installed()) as ranks:
+    with SeparateRanks(load, installed()) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def kernel_ranks() -> Iterator[SeparateRanks]:
+    """Ranks on the CPU that compute rows of logits by kernels of Triton, which it interprets."""
+    with SeparateRanks(use_kernels) as ranks:
         yield ranks
 
 

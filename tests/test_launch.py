@@ -30,7 +30,7 @@ from tests.helpers.launched import (
 from tests.helpers.tiny_jobs import metrics_of
 from verl_mg.distributed import rendezvous
 from verl_mg.distributed.watchdog import EXIT_RANK_LOST
-from verl_mg.launch import __main__ as launch
+from verl_mg.launch.command import _parsed
 
 MPIRUN = ["mpirun", "--bind-to", "none", "--oversubscribe", *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
 SCRIPTS = sorted(path for path in (ROOT / "launch").iterdir() if path.suffix in (".sh", ".sbatch"))
@@ -52,9 +52,9 @@ def test_launcher_of_one_node_without_an_address_uses_a_local_rendezvous(monkeyp
     parser = run.get_args_parser()
     parser.set_defaults(master_port=unnamed)
     monkeypatch.setattr(run, "get_args_parser", lambda: parser)
-    parsed = launch._parsed(["--nproc-per-node", "2", "job.py"])
+    parsed = _parsed(["--nproc-per-node", "2", "job.py"])
     assert (parsed.rdzv_backend, parsed.rdzv_endpoint) == ("c10d", "localhost:0")
-    assert launch._parsed(["--master-port", "1234", "job.py"]).rdzv_backend == "static"
+    assert _parsed(["--master-port", "1234", "job.py"]).rdzv_backend == "static"
 
 
 def test_launcher_without_its_other_host_reports_one_line():

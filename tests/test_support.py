@@ -28,7 +28,7 @@ def test_models_of_a_name_on_a_hub_downloads_no_weights(tmp_path):
         command = ["-m", "verl_mg", "models", "a/model"]
         printed = finished(command, warm=False, **hub.variables(tmp_path / "home")).completed().out
     assert f"{tmp_path}/home/hub/models--a--model/snapshots/" in printed and ": qwen3, 4 layers, " in printed
-    assert "weights                   yes: not downloaded" in printed
+    assert re.search(r"\n  weights +yes: not downloaded", printed)
     assert "config.json" in hub.downloads and "model.safetensors" not in hub.downloads
 
 
@@ -76,6 +76,27 @@ def test_sizes_are_those_that_jobs_accept(models, name):
         assert "latent attention" in answers["adapters sent to sglang"].text
 
 
+def assert_tables_answer_as_libraries(model: Path) -> None:
+    by_tables, by_libraries = answers_of(model, by_tables=True), answers_of(model)
+    assert len(by_tables) > 20
+    del by_tables["tokenizer"]  # its files, unread
+    assert by_tables == {topic: by_libraries[topic] for topic in by_tables}
+
+
+@pytest.mark.parametrize("name", ["gemma2", "deepseek_v3"])
+def test_answers_by_tables_equal_those_of_libraries(models, name, capsys):
+    assert_tables_answer_as_libraries(models[name])
+    assert show_model(models[name], full=False) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"\n  tokenizer +yes: tokenizer.json\n", printed) and "fsdp tp" not in printed
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", sorted({*FAMILIES} - {"gemma2", "deepseek_v3"}))
+def test_answers_by_tables_of_every_family_equal_those_of_libraries(tmp_path, name):
+    assert_tables_answer_as_libraries(tiny_model(tmp_path / name, name))
+
+
 def test_model_of_transformers_alone_is_trained_by_no_table_of_the_project(tmp_path):
     """OLMo 2, which has no row in the table of families."""
     from transformers import Olmo2Config
@@ -111,21 +132,21 @@ def test_layer_of_multi_token_prediction_is_among_the_answers(models, tmp_path):
 
 
 def test_missing_and_unknown_files_are_named_in_the_report(models, tmp_path, capsys):
-    assert show_model(models["gemma2"]) == 0
+    assert show_model(models["gemma2"], full=True) == 0
     assert re.search(r"\n  megatron tp +yes: 2\n", capsys.readouterr().out)
     model = shutil.copytree(models["gemma2"], tmp_path / "model")
     (model / "model.safetensors").unlink()
     (model / "tokenizer.json").unlink()
-    assert show_model(model) == EXIT_PROBLEMS
+    assert show_model(model, full=True) == EXIT_PROBLEMS
     output = capsys.readouterr().out
     assert f"no: {model}: no model.safetensors and no" in output and "no readable tokenizer" in output
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))  # for which transformers makes one
     with pytest.raises(UserError, match="no tokenizer. Add tokenizer.json"):
         read_tokenizer(tmp_path)
     (model / "config.json").write_text(json.dumps({"model_type": "spiral"}))
-    assert show_model(model) == EXIT_PROBLEMS
+    assert show_model(model, full=True) == EXIT_PROBLEMS
     assert "backend megatron        no: " in capsys.readouterr().out
     answers = ModelSupport(model).answers()
     assert not any(answer.works for answer in answers if answer.topic.startswith(("backend", "engine", "LoRA")))
     with pytest.raises(UserError, match="nowhere: no such model directory"):
-        show_model(Path("nowhere"))
+        show_model(Path("nowhere"), full=False)

@@ -76,6 +76,7 @@ SLICES = {
 """Tests of a slice, by the first expression that is found in a name, and the seconds that it is expected to take."""
 BENCH = {
     "bench": (("device", "kept"), 130),
+    "bench-vocabulary": (("vocabulary",), 60),
     "bench-recomputed": (("recomputed", "torch"), 175),
     "bench-rollout": (("rollout",), 150),
 }

@@ -68,14 +68,23 @@ fetch the rows that they work on and bring columns back, so a recipe never menti
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Any
-
-import torch
-from torch import Tensor
+from functools import cached_property
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from verl_mg.images import RowImages
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from verl_mg import pending_column
+else:
+    torch = lazy_import("torch")
+    pending_column = lazy_import("verl_mg.pending_column")
 
 
 class ColumnKind(IntEnum):
@@ -104,72 +113,6 @@ SEQUENCE_COLUMNS = frozenset(
     {"reward", "group", "trajectory", "sample_id", "prefix_of", "prefix_length", "prompt_id", "prompt_length"}
     | {"agent", "policy_version", "truncated", "pair", "chosen", "teacher"}
 )
-
-
-class PendingColumn(Tensor):
-    """Column that a role call in a `with job.concurrent_roles()` block returns: computed at the end of the block.
-
-    Before that it can only be put into a `Batch`; every other use raises RuntimeError. Afterwards it behaves like an
-    ordinary tensor.
-    """
-
-    call: str  # the role call that computes it, such as "actor.compute_logprobs"
-    dimensions: tuple[int, ...]
-    computed: bool
-
-    @staticmethod
-    def create(call: str, dimensions: Sequence[int], dtype: torch.dtype = torch.float32) -> PendingColumn:
-        """Returns a column without values.
-
-        Args:
-            call: the role call that computes it.
-            dimensions: shape, the number of entries first.
-            dtype: dtype of the values.
-        """
-        column = torch.empty(*dimensions, dtype=dtype).as_subclass(PendingColumn)
-        column.call, column.dimensions, column.computed = call, tuple(dimensions), False
-        return column
-
-    def fill(self, values: Tensor) -> None:
-        """Sets the values of the column, which must not be read before."""
-        self.computed = True
-        self.read(self.call).copy_(values)
-
-    def read(self, what: str) -> Tensor:
-        """Returns the values as an ordinary tensor; RuntimeError naming `what` before they are computed."""
-        if not self.computed:
-            raise RuntimeError(
-                f"{what} is not computed yet: it is requested in a `with job.concurrent_roles()` block; "
-                "read it after the block"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor)
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self.computed:
-            return repr(self.read(self.call))
-        return f"PendingColumn({self.call}, {self.dimensions[0]} entries)"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.read(f"the result of {self.call}").__reduce_ex__(protocol)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        # Any use before the values would compute with uninitialized memory, so it raises instead.
-        for column in _pending_columns((args, kwargs or {})):
-            column.read(f"the result of {column.call}")
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-def _pending_columns(arguments: Any) -> Iterator[PendingColumn]:
-    if isinstance(arguments, PendingColumn):
-        yield arguments
-    elif isinstance(arguments, list | tuple | dict):
-        for part in arguments.values() if isinstance(arguments, dict) else arguments:
-            yield from _pending_columns(part)
 
 
 class Batch:
@@ -206,7 +149,7 @@ class Batch:
             raise KeyError(f"the batch has no column {name!r}; it has {', '.join(self.names()) or 'none'}")
         values = self._columns[name]
         # Once it is computed it becomes an ordinary tensor, whose operations take no detour through Python.
-        if isinstance(values, PendingColumn):
+        if isinstance(values, pending_column.PendingColumn):
             values = self._columns[name] = values.read(f"column {name!r}")
         return values
 
@@ -221,7 +164,7 @@ class Batch:
             values: (sum(counts(kind)), ...), such as (n, ...) for a sequence column; or a `PendingColumn`.
             kind: needed for new names in a batch whose shape does not decide, such as one without rows.
         """
-        expected, shape = int(self.counts(kind).sum()), _shape(values)
+        expected, shape = self._num_entries(kind), _shape(values)
         # Entries and their numbers may be set in either order.
         is_early = kind in COUNTED_BY and COUNTED_BY[kind] not in self
         if shape[:1] != (expected,) and not is_early:
@@ -256,6 +199,11 @@ class Batch:
         """Returns what the column has an entry for."""
         return self._kinds[name]
 
+    def _num_entries(self, kind: ColumnKind) -> int:
+        if kind in COUNTED_BY:
+            return int(self.counts(kind).sum())
+        return self.total_tokens if kind is ColumnKind.TOKEN else len(self)
+
     def counts(self, kind: ColumnKind) -> Tensor:
         """Returns the number of entries that each row has in a column of the kind, (n,) int64."""
         if kind is ColumnKind.TOKEN:
@@ -284,12 +232,12 @@ class Batch:
 
     # -- positions of tokens
 
-    @property
+    @cached_property
     def total_tokens(self) -> int:
         """Number of tokens of all rows, sum(lengths)."""
         return int(self.lengths.sum())
 
-    @property
+    @cached_property
     def offsets(self) -> Tensor:
         """(n + 1,) int64: row i holds entries offsets[i]:offsets[i + 1] of a token column."""
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
@@ -411,6 +359,8 @@ class Batch:
             rows: numbers of the rows.
             kind: kind of the column.
         """
+        if kind is not ColumnKind.TOKEN and kind not in COUNTED_BY:
+            return rows
         return entries_of(self.counts(kind), rows)
 
     def select_columns(self, names: Iterable[str]) -> Batch:
@@ -422,15 +372,24 @@ class Batch:
                 rows.put(name, self[name], self._kinds[name])
         return rows
 
-    def repeat(self, times: int) -> Batch:
-        """Returns each row `times` times, copies side by side."""
-        return self.select(torch.arange(len(self)).repeat_interleave(times))
+    def repeat(self, times: int | Sequence[int]) -> Batch:
+        """Returns each row `times` times, copies side by side; a sequence has the number for each row."""
+        return self.select(torch.arange(len(self)).repeat_interleave(torch.as_tensor(times, dtype=torch.int64)))
 
     def split(self, sizes: Sequence[int]) -> list[Batch]:
         """Returns consecutive parts of the given numbers of rows, which must add up to n."""
         if sum(sizes) != len(self):
             raise ValueError(f"split sizes {list(sizes)} add up to {sum(sizes)}, the batch has {len(self)} rows")
-        return [self.select(rows) for rows in torch.arange(len(self)).split(list(sizes))]
+        parts = [Batch(lengths) for lengths in self.lengths.split(list(sizes))]
+        for name, kind in self._kinds.items():
+            counts = [int(n.sum()) for n in self.counts(kind).split(list(sizes))]
+            for part, values in zip(parts, self[name].split(counts), strict=True):
+                part.put(name, values, kind)
+        ends = list(accumulate(sizes))
+        if self._images is not None:
+            for part, end in zip(parts, ends, strict=True):
+                part.images = self._images[end - len(part) : end]
+        return parts
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
@@ -466,4 +425,4 @@ def _count(index: Tensor) -> int:
 
 
 def _shape(values: Tensor) -> tuple[int, ...]:
-    return values.dimensions if isinstance(values, PendingColumn) else tuple(values.shape)
+    return values.dimensions if isinstance(values, pending_column.PendingColumn) else tuple(values.shape)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from verl_mg import __version__
 from verl_mg.errors import EXIT_CODE, UserError
 from verl_mg.stores.url import require_local
 
@@ -51,6 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="verl-mg", description="Reinforcement learning of language models over Megatron.")
+    parser.add_argument("--version", action="version", version=f"verl-mg {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], None], meaning: str) -> _Parser:
@@ -108,6 +110,8 @@ def _parser() -> argparse.ArgumentParser:
     add = command("models", _models, "families of models and what works with each, or with one model").add_argument
     meaning = "a Hugging Face model directory or name, whose weights are not downloaded"
     add("model", nargs="?", type=Path, help=meaning)
+    meaning = "ask transformers and megatron-core too: backend fsdp, tokenizer, adapters in engines; takes seconds"
+    add("--full", action="store_true", help=meaning)
     return parser
 
 
@@ -229,14 +233,16 @@ def _quickstart(arguments: argparse.Namespace) -> None:
 def _eval(arguments: argparse.Namespace) -> None:
     if arguments.target:
         require_local(arguments.target, "eval")
-    from verl_mg.evaluation.command import run_evaluation, show_comparison
-
     if arguments.compare:
+        from verl_mg.evaluation.comparison import show_comparison
+
         first, second = arguments.compare
         show_comparison(first, second, arguments.json)
         return
     if arguments.target is None:
         raise UserError("eval: no model. Write verl-mg eval MODEL --set NAME=PATH, or --compare A B.")
+    from verl_mg.evaluation.command import run_evaluation
+
     run_evaluation(
         arguments.target,
         lambda: _config_file(arguments, "evaluation"),
@@ -318,7 +324,7 @@ def _models(arguments: argparse.Namespace) -> None:
     from verl_mg.support import markdown, show_model
 
     if arguments.model:
-        sys.exit(show_model(arguments.model))
+        sys.exit(show_model(arguments.model, arguments.full))
     print(markdown(), end="")
 
 

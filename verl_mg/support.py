@@ -1,7 +1,8 @@
 """`verl-mg models`: what works with a model, or with a tiny one of each family: sizes, engines, adapters, images.
 
 There is no list of what is supported, which could become wrong: a size is possible where the check that a job runs
-raises no error, and the message of the error is the reason.
+raises no error, and the message of the error is the reason. Checks by weight tables take no time; checks by
+libraries take the seconds of their imports: they are for families without a table, and for `--full`.
 """
 
 from __future__ import annotations
@@ -14,38 +15,46 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar, get_args
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.checkpoint.peft import adapted_tensors, module_name
-from verl_mg.config import Config, MegatronConfig
+from verl_mg.config import Config
 from verl_mg.config.checks import refuse
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.errors import UserError
-from verl_mg.fsdp.family_check import form_of, form_on_ranks, needs_proof
-from verl_mg.fsdp.mesh import check_mesh
-from verl_mg.fsdp.model import build_module, check_module_layout, logit_scale_of, tensor_plan
 from verl_mg.hub import HubName
 from verl_mg.job.engine_checks import MODEL_REFUSALS, ModelCase, check_job
 from verl_mg.layout import EngineLayout, Layout
-from verl_mg.megatron.model_runner import check_layout
-from verl_mg.megatron.multi_token import check_multi_token
-from verl_mg.megatron.transformer_config import transformer_config
-from verl_mg.models import tiny_vision_model
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.models.hf_families import FAMILIES, SAME_AS, VISION_LANGUAGE
 from verl_mg.models.hf_tensors import MULTI_TOKEN_ARCHITECTURES, with_multi_token_layer
 from verl_mg.models.named_models import MODEL_FILES, local_model
-from verl_mg.models.tiny_model import make_tiny_model
-from verl_mg.models.tiny_vision_model import make_tiny_vision_model
 from verl_mg.models.transformers_module import has_images, meta_module, read_module_config, read_tokenizer
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.module_table import module_table
 from verl_mg.sharding.traced_table import EngineName
 from verl_mg.sharding.weight_table import weight_table
-from verl_mg.training.model_spec import ModelSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl_mg.fsdp import family_check, mesh
+    from verl_mg.fsdp import model as fsdp_model
+    from verl_mg.megatron import model_runner, transformer_config
+    from verl_mg.models import tiny_model, tiny_vision_model
+    from verl_mg.training import model_spec
+else:
+    torch = lazy_import("torch")
+    family_check = lazy_import("verl_mg.fsdp.family_check")
+    mesh = lazy_import("verl_mg.fsdp.mesh")
+    fsdp_model = lazy_import("verl_mg.fsdp.model")
+    model_runner = lazy_import("verl_mg.megatron.model_runner")
+    transformer_config = lazy_import("verl_mg.megatron.transformer_config")
+    tiny_model = lazy_import("verl_mg.models.tiny_model")
+    tiny_vision_model = lazy_import("verl_mg.models.tiny_vision_model")
+    model_spec = lazy_import("verl_mg.training.model_spec")
 
 T = TypeVar("T")
 LARGEST = 64
@@ -58,10 +67,8 @@ ENGINES = {"tp": "tp{}", "pp": "pp{}", "ep": "tp{0}-ep{0}", "adp": "tp{0}-adp{0}
 EXIT_PROBLEMS = 1  # exit code where no backend can train the model, or files are missing
 SMALL_FILES = tuple(pattern for pattern in MODEL_FILES if pattern != "*.safetensors")
 """Files of a model without its weights."""
-TINY_MODELS: dict[str, Callable[..., Path]] = {
-    **{kind: partial(make_tiny_model, tie_embeddings=family.tied) for kind, family in FAMILIES.items()},
-    **dict.fromkeys(tiny_vision_model.ARCHITECTURES, make_tiny_vision_model),
-}
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
+"""Files that have the vocabulary of a tokenizer."""
 LAYERS = 4  # layers of a tiny model, so that pipeline stages can be interleaved
 MULTI_TOKEN = "multi-token prediction of the family"
 """Topic that tiny models cannot answer: `transformers` writes no such layers."""
@@ -86,6 +93,7 @@ What works with each family of models, by its `model_type` in config.json. The t
 `python -m tools.docs.write_models_doc`, which asks the code that decides in jobs about a tiny model of each family.
 `verl-mg models` prints it, and `verl-mg models DIR`, or with the name of a model on a hub, says for one model which
 sizes of each dimension are possible, what does not work and why, and which files are missing. It downloads no weights.
+For a family with a weight table it answers by the table; `--full` asks `transformers` and megatron-core too.
 
 In the columns of backends and engines are the dimensions that can be above 1: tensor (tp), pipeline (pp), virtual
 pipeline (vpp), context (cp) and expert (ep) parallelism, and data-parallel attention (adp) of engines. *traced*: there
@@ -145,6 +153,7 @@ class ModelSupport:
 
     model_dir: Path  # Hugging Face directory; config.json is enough for all answers except the ones about files
     has_weights: bool = True  # whether the weights should be in the directory
+    by_tables: bool = False  # whether a family with a table is answered by its tables, without torch
     starts_ranks: bool = False  # whether ranks of a family that has to be checked are started, which takes seconds
 
     # Each is an attempt: a directory that one part of the code refuses may work with another.
@@ -161,9 +170,14 @@ class ModelSupport:
         config, _ = self._config
         return attempt(lambda: weight_table(config) if config else module_table(self.model_dir))
 
+    @property
+    def on_paper(self) -> bool:
+        """Whether no library is asked, and what only libraries know is left out."""
+        return self.by_tables and self._config[0] is not None
+
     def answers(self) -> list[Answer]:
         """Returns the answers to all questions, the size of the model first."""
-        backends = (*self.megatron(), *self.fsdp())
+        backends = (*self.megatron(), *(() if self.on_paper else self.fsdp()))
         return [self.sizes(), *self.files(), *backends, *self.engines(), *self.adapters(), *self.parts()]
 
     def sizes(self) -> Answer:
@@ -176,8 +190,12 @@ class ModelSupport:
 
     def files(self) -> Iterator[Answer]:
         """Yields whether the directory has all files."""
-        yield ask("config.json", lambda: read_module_config(self.model_dir))
+        yield ask("config.json", lambda: None if self.on_paper else read_module_config(self.model_dir))
         yield self._weights() if self.has_weights else Answer("weights", True, "not downloaded, so not checked")
+        if self.on_paper:
+            names = [name for name in TOKENIZERS if (self.model_dir / name).exists()]
+            yield Answer("tokenizer", bool(names), names[0] if names else f"no {', '.join(TOKENIZERS)}")
+            return
         tokenizer, reason = attempt(lambda: read_tokenizer(self.model_dir))
         template = "with a chat template" if getattr(tokenizer, "chat_template", None) else "without a chat template"
         yield Answer("tokenizer", tokenizer is not None, reason or template)
@@ -204,12 +222,15 @@ class ModelSupport:
             yield Answer("backend megatron", False, reason)
             return
 
-        spec = ModelSpec(self.model_dir, torch.bfloat16)
+        def check_on_paper(text: str) -> None:
+            weight_table(config).check_training(Layout.parse(text))
 
-        def check(text: str) -> None:
-            layout = Layout.parse(text)
-            check_layout(config, layout, spec)
-            transformer_config(config, layout, spec)
+        def check_as_jobs(text: str) -> None:
+            layout, spec = Layout.parse(text), model_spec.ModelSpec(self.model_dir, torch.bfloat16)
+            model_runner.check_layout(config, layout, spec)
+            transformer_config.transformer_config(config, layout, spec)
+
+        check = check_on_paper if self.on_paper else check_as_jobs
 
         yield ask("backend megatron", lambda: check("tp1"))
         largest = {"pp": config.layers, "ep": config.experts.count if config.experts else 1}
@@ -219,7 +240,8 @@ class ModelSupport:
     def fsdp(self) -> Iterator[Answer]:
         """Yields whether the backend fsdp can train the model, and under which sizes."""
         where = str(self.model_dir / "config.json")
-        module, reason = attempt(lambda: build_module(self.model_dir, "language", torch.bfloat16, is_packed=False))
+        built = partial(fsdp_model.build_module, self.model_dir, "language", torch.bfloat16, is_packed=False)
+        module, reason = attempt(built)
         if module is None:
             yield Answer("backend fsdp", False, reason)
             return
@@ -228,35 +250,36 @@ class ModelSupport:
             yield Answer("backend fsdp", False, reason)
             return
         longest = table.config.max_positions
-        form, reason = attempt(lambda: form_of(table, longest))
-        logits = ask("backend fsdp", lambda: logit_scale_of(module, "language", self.model_dir))
+        form, reason = attempt(lambda: family_check.form_of(table, longest))
+        logits = ask("backend fsdp", lambda: fsdp_model.logit_scale_of(module, "language", self.model_dir))
         yield logits if form and logits.works else Answer("backend fsdp", False, reason or logits.text)
         if form:
             yield Answer("rows on fsdp", True, f"of up to {longest} tokens: {form.chosen}")
 
         def check(text: str) -> None:
             layout = Layout.parse(text)
-            check_mesh(layout, replicas=1)
-            check_module_layout(module, layout, where)
+            mesh.check_mesh(layout, replicas=1)
+            fsdp_model.check_module_layout(module, layout, where)
             if form:
                 form.check(layout, where)
             if layout.tp > 1:
-                tensor_plan(module, where)
+                fsdp_model.tensor_plan(module, where)
 
         for dimension, layout in FSDP.items():
             sizes = ask_sizes(f"fsdp {dimension}", layout, LARGEST, check)
-            if not (sizes.works and needs_proof(table)):
+            if not (sizes.works and family_check.needs_proof(table)):
                 yield sizes
             elif not self.starts_ranks:
                 yield replace(sizes, text=f"{sizes.text}, if ranks compute what one does")
             else:  # the smallest size stands for all
                 smallest = Layout.parse(layout.format(sizes.smallest))
-                _, reason = attempt(partial(form_on_ranks, self.model_dir, "language", longest, smallest))
+                _, reason = attempt(partial(family_check.form_on_ranks, self.model_dir, "language", longest, smallest))
                 yield Answer(sizes.topic, not reason, reason or sizes.text)
 
     def engines(self) -> Iterator[Answer]:
         """Yields which engines can generate, and under which sizes."""
-        yield Answer("engine hf", not self._module[1], self._module[1])
+        reason = "" if self.on_paper else self._module[1]
+        yield Answer("engine hf", not reason, reason)
         table, reason = self._table
         for engine in get_args(EngineName):
             if table is None:
@@ -286,7 +309,7 @@ class ModelSupport:
         modules = " ".join(dict.fromkeys(map(module_name, names or ())))
         yield Answer("LoRA", bool(names), reason or modules or "no linear layers are known")
         yield ask("experts' LoRA", lambda: adapted_tensors(table, None, experts=True))
-        for engine in get_args(EngineName):
+        for engine in () if self.on_paper else get_args(EngineName):  # it depends on the device
             yield ask(f"adapters sent to {engine}", partial(self._check_adapters, table, engine))
 
     def _check_adapters(self, table: ModelTable, engine: EngineName) -> None:
@@ -304,29 +327,37 @@ class ModelSupport:
 
     def parts(self) -> Iterator[Answer]:
         """Yields which parts the model has besides a language model."""
-        module, reason = self._module
-        images = module is not None and has_images(module.config)
-        yield Answer("images", images, reason or ("" if images else "it has no vision tower"))
         config, reason = self._config
+        if self.on_paper:
+            images, no_module = bool(config and config.with_vision), ""
+        else:
+            module, no_module = self._module
+            images = module is not None and has_images(module.config)
+        yield Answer("images", images, no_module or ("" if images else "it has no vision tower"))
         if config and config.multi_token:
-            megatron = MegatronConfig(transformer={"mtp_loss_scaling_factor": 0.1})
-            yield ask("multi-token prediction", lambda: check_multi_token(config, megatron, lora=False))
+            yield Answer("multi-token prediction", True, "")
         else:
             yield Answer("multi-token prediction", False, reason or "there is no layer of it among the weights")
 
 
-def show_model(name: Path) -> int:
-    """Prints what works with a model directory, or a name on a hub, and returns the exit code."""
+def show_model(name: Path, full: bool) -> int:
+    """Prints what works with a model directory, or a name on a hub, and returns the exit code.
+
+    `full`: libraries are asked too, which takes seconds, of a model whose family has a table.
+    """
     folder = local_model(name, "model", SMALL_FILES)
     if not folder.is_dir():
         raise UserError(f"{name}: no such model directory. Write a directory, or the name of a model as OWNER/NAME.")
     is_remote = HubName.parse(name) is not None
-    support = ModelSupport(folder, has_weights=not is_remote or any(folder.glob("*.safetensors")), starts_ranks=True)
+    has_weights = not is_remote or any(folder.glob("*.safetensors"))
+    support = ModelSupport(folder, has_weights, by_tables=not full, starts_ranks=True)
     size, *answers = support.answers()
     print(f"{folder if is_remote else name}: {size.text}")
     width = max(len(answer.topic) for answer in answers)
     for answer in answers:
         print(f"  {answer.topic:{width}}  {answer}")
+    if support.on_paper:
+        print("By the tables of the family. --full adds backend fsdp, tokenizer and adapters in engines.")
     trains = any(answer.works for answer in answers if answer.topic.startswith("backend "))
     complete = all(answer.works for answer in support.files())
     return 0 if trains and complete else EXIT_PROBLEMS
@@ -334,8 +365,12 @@ def show_model(name: Path) -> int:
 
 def markdown() -> str:
     """Returns the document: the table, and the reasons for what does not work."""
+    makers: dict[str, Callable[..., Path]] = {
+        **{kind: partial(tiny_model.make_tiny_model, tie_embeddings=family.tied) for kind, family in FAMILIES.items()},
+        **dict.fromkeys(tiny_vision_model.ARCHITECTURES, tiny_vision_model.make_tiny_vision_model),
+    }
     with tempfile.TemporaryDirectory(prefix="models-") as folder:
-        rows = {kind: _answers(make(Path(folder, kind), kind, layers=LAYERS)) for kind, make in TINY_MODELS.items()}
+        rows = {kind: _answers(make(Path(folder, kind), kind, layers=LAYERS)) for kind, make in makers.items()}
     lines = [f"| model_type | {' | '.join(COLUMNS.values())} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for kind, answers in rows.items():
         names = ", ".join(f"`{name}`" for name in (kind, *(other for other, same in SAME_AS.items() if same == kind)))

@@ -4,18 +4,25 @@ Estimators are in verl_mg/algorithms/kl.py. With a target, the coefficient follo
 within bounds if they are set.
 """
 
-from collections.abc import Mapping, MutableMapping
-from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
+from __future__ import annotations
 
-import torch
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, Self, TypeVar
+
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
-from torch import Tensor
 
 from verl_mg.algorithms import kl as estimators
 from verl_mg.algorithms.advantages import token_rewards
 from verl_mg.batch import Batch
 from verl_mg.config import ConfigSection
+from verl_mg.lazy_import import lazy_import
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 STATE_KEY = "kl_coefficient"
 """Name of the adapted coefficient in the state that a checkpoint keeps."""

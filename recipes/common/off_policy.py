@@ -4,12 +4,12 @@ A weight by a ratio and rejections by criteria can be combined; the rules are in
 Off-policy sequence masking and score centering, see verl_mg/algorithms/centering.py, can be added to any of them.
 """
 
-from collections.abc import Callable
-from typing import Annotated, Literal, Self
+from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
 from pydantic import AfterValidator, Field, model_validator
-from torch import Tensor
 
 from verl_mg.algorithms.centering import expected_weight, sampler_probabilities
 from verl_mg.algorithms.correction import (
@@ -25,8 +25,15 @@ from verl_mg.algorithms.correction import (
 from verl_mg.algorithms.losses.policy import masked_constant
 from verl_mg.batch import Batch
 from verl_mg.config import ConfigSection
+from verl_mg.lazy_import import lazy_import
 from verl_mg.training.loss_inputs import LossInputs, LossOutput
 from verl_mg.training.microbatch import SAMPLER_TOP
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 COLUMNS = ("correction", "correction_below", "correction_above", "correction_rejected")
 Bounds = float | tuple[float, float]

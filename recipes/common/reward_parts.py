@@ -1,11 +1,15 @@
 """The parts of a reward as several rewards with weights."""
 
-from collections.abc import Mapping
+from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from verl_mg.batch import Batch
 from verl_mg.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PREFIX = "reward."
 

@@ -1,13 +1,20 @@
 """Batches of several rollouts as one, the newest groups, lengths of responses, and turns of rollouts and data."""
 
-from collections.abc import Callable, Sequence
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from verl_mg.batch import Batch
-from verl_mg.engines.trajectory import NOT_GENERATED
+from verl_mg.engines.trajectory import NOT_GENERATED, without_agent
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 
 def sampling_metrics(
@@ -67,6 +74,21 @@ def response_lengths(batch: Batch) -> Tensor:
     trajectories = batch.trajectory_index
     generated = batch.expand_to_tokens(trajectories)[batch["policy_versions"] != NOT_GENERATED]
     return torch.bincount(generated, minlength=len(batch))[trajectories]
+
+
+def rows_of_groups(batch: Batch, groups: Sequence[int]) -> Batch:
+    """Returns the rows of some groups.
+
+    Args:
+        batch: column `group`.
+        groups: numbers of groups, without agents.
+    """
+    return batch.select(torch.isin(without_agent(batch["group"]), torch.tensor(groups, dtype=torch.int64)))
+
+
+def one_row_of_each_sample(batch: Batch) -> Tensor:
+    """Returns (n,) bool, true on the first row of each trajectory."""
+    return torch.zeros(len(batch), dtype=torch.bool).index_fill_(0, batch.first_rows, True)
 
 
 def is_turn_of_data(iteration: int, fraction: float, mode: str) -> bool:

@@ -4,13 +4,20 @@ A reward function, or an agent, gives the k-th turn a reward by the part `turn_k
 reward is the outcome.
 """
 
-import re
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import re
+from typing import TYPE_CHECKING
 
 from verl_mg.algorithms.advantages import Turns
 from verl_mg.batch import Batch
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 PART = re.compile(r"reward\.turn_([1-9]\d*)")
 

@@ -177,7 +177,13 @@ def test_wrong_report_raises_with_the_name_of_the_engine(engine, monkeypatch, co
         return  # it reports none
     else:
         decode = engine._decode
-        monkeypatch.setattr(engine, "_decode", lambda batch: [replace(sample, **fault) for sample in decode(batch)])
+
+        def faulty(new):
+            decode(new)
+            for _, _, row in engine._running:
+                setattr(row, column, fault[column])
+
+        monkeypatch.setattr(engine, "_decode", faulty)
     with pytest.raises(UserError, match=f"^rollout.engine={name}: sample 4 has "):
         engine.generate([Request(4, (3, 4, 5), seed=0)], SHORT)
 
@@ -248,6 +254,43 @@ def test_prompt_that_cannot_be_answered_raises(engine, prompt, words):
 def test_token_beyond_the_vocabulary_raises(engine):
     with pytest.raises(UserError, match=r"^request 5: .* the vocabulary of \d"):
         engine.submit([Request(5, (6, 500), 0)], SHORT)
+
+
+@of_processes
+def test_prompts_with_more_tokens_than_a_step_computes_are_answered(engine):
+    samples = engine.generate([Request(i, (6 + i % 8, *range(3, 11)) * 27, seed=i) for i in range(16)], SHORT)
+    assert [len(sample.tokens) for sample in samples] == [5] * 16
+
+
+@of_processes
+def test_request_that_the_engine_refuses_is_named_and_the_others_of_its_batch_are_generated(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_limits", replace(engine._limits, max_positions=1000))
+    first, second, third = requests(3)
+    engine.submit([first, replace(second, prompt=(6,) * 300), third], SHORT)
+    samples, refused = [], ""
+    while len(samples) < 2 or not refused:
+        try:
+            samples += engine.collect(0.5)
+        except UserError as error:
+            refused = str(error)
+    assert f"rejects request {second.id} " in refused and {sample.id for sample in samples} == {first.id, third.id}
+
+
+@of_processes
+def test_requests_of_one_call_are_one_message_and_a_prompt_is_in_it_once(engine, monkeypatch):
+    sent, received = [], []
+    process = engine._running_process
+    send, handle = process.send, engine._handle
+    monkeypatch.setattr(process, "send", lambda message: sent.append(message) or send(message))
+    monkeypatch.setattr(engine, "_handle", lambda message: received.append(message) or handle(message))
+    prompts = [request.prompt for request in requests(2)]
+    samples = engine.generate([Request(i, prompts[i // 8], i) for i in range(16)], SHORT)
+    (message,) = sent
+    assert message["generate"]["contexts"] == prompts and len(message["generate"]["items"]) == 16
+    assert sum(len(part["samples"]) for part in received) == len(samples) == 16
+    # All are complete in the same step, or in a few where it begins a part of them; vLLM's workers are asked for the
+    # experts of each sample.
+    assert len(received) < 8 or engine.kind.name == "vllm"
 
 
 @with_padding

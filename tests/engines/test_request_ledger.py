@@ -2,13 +2,21 @@
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from verl_mg.engines import engine_host
-from verl_mg.engines.engine_host import Generation, RequestLedger, request_key
+from verl_mg.engines.engine_host import Generation, RequestLedger
+from verl_mg.engines.request_batch import RequestBatch
 
-REQUEST = {"tokens": [1, 2], "seed": None}
+REQUEST: dict[str, Any] = {"max_new_tokens": 8, "seed": None, "images": []}
+
+
+def request_key(rid: str, version: int, tokens: Sequence[int] = (1, 2), **changes: object) -> str:
+    """Of a request that is second in its message."""
+    items = [REQUEST | {"rid": "99.0", "context": 0}, REQUEST | {"rid": rid, "context": 1} | changes]
+    return RequestBatch({"top_k": 0}, [[3], tokens], {}, items).keys(version)[rid]
 
 
 def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -21,22 +29,26 @@ def generation(ledger: RequestLedger, rid: str, version: int, token: int, finish
     async def result() -> dict[str, object]:
         return {"tokens": [token], "finish": finish}
 
-    made = Generation(rid, request_key(rid, REQUEST, version), version, asyncio.ensure_future(result()))
+    made = Generation(rid, request_key(rid, version), version, asyncio.ensure_future(result()))
     ledger.add(made)
     return made
 
 
 def answers(ledger: RequestLedger, rid: str, version: int, count: int) -> list[int | None]:
     """The tokens that a repeated request gets, each time that it is sent."""
-    taken = [ledger.take(request_key(rid, REQUEST, version)) for _ in range(count)]
+    taken = [ledger.take(request_key(rid, version)) for _ in range(count)]
     return [one.task.result()["tokens"][0] if one else None for one in taken]
 
 
 def test_key_has_sample_version_and_content():
-    key = request_key("5.0", REQUEST, 3)
-    assert key == request_key("5.77", REQUEST, 3)
-    others = [("6.0", REQUEST, 3), ("5.0", REQUEST, 4), ("5.0", REQUEST | {"seed": 1}, 3)]
-    assert key not in {request_key(*other) for other in others}
+    key = request_key("5.0", 3)
+    assert key == request_key("5.77", 3)
+    alone = RequestBatch({"top_k": 0}, [[1, 2]], {}, [REQUEST | {"rid": "5.3", "context": 0}])
+    assert alone.keys(3) == {"5.3": key}  # whatever other requests are in its message
+    others = [request_key("6.0", 3), request_key("5.0", 4), request_key("5.0", 3, tokens=(1, 3))]
+    others += [request_key("5.0", 3, **change) for change in ({"seed": 1}, {"max_new_tokens": 7}, {"images": ["a"]})]
+    others += [replace(alone, shared={"top_k": 5}).keys(3)["5.3"]]
+    assert len({key, *others}) == 8
 
 
 @in_a_loop
@@ -64,7 +76,7 @@ async def test_aborted_and_interrupted_requests_are_not_repeated():
     ledger.hand_over()
     assert ledger.orphans() == [unfinished]
     assert [answers(ledger, f"{i}.0", 1, 1) for i in (1, 2, 3)] == [[None], [None], [7]]
-    assert ledger.take(request_key("4.1", REQUEST, 1)) is unfinished
+    assert ledger.take(request_key("4.1", 1)) is unfinished
 
 
 @in_a_loop

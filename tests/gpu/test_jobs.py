@@ -107,7 +107,7 @@ def test_killed_rank_is_replaced_and_the_job_is_bitwise_identical(run, determini
 
     def kill_a_rank(launcher: Program) -> None:
         launcher.iterations_done(tmp_path, 3, JOB_S)
-        launcher.forked_rank(0).kill()
+        launcher.rank(0).kill()
 
     restarts = ("--max-restarts", "2")
     assert run("grpo", tmp_path, "job.deterministic=true", options=restarts, meanwhile=kill_a_rank) == whole

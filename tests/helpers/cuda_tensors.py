@@ -90,6 +90,8 @@ class FakeCuda(TorchDispatchMode):
             operation of torch counts as one, also a sort, which has several; copies from and to the host count as
             none. In a compiled function an uninterrupted run of operations that torch joins counts as one, which has
             the function's name.
+        traffic: (operation, bytes of its arguments and results) of each operation that launches a kernel, also in
+            compiled functions.
         receive: fills a tensor, on the CPU, that another rank sends to this one.
     """
 
@@ -97,6 +99,7 @@ class FakeCuda(TorchDispatchMode):
         super().__init__()
         self.waits: list[tuple[str, str]] = []
         self.kernels: list[tuple[str, str]] = []
+        self.traffic: list[tuple[str, int]] = []
         self._compiled: list[str] = []
         self._whole = self._joined = False
         self._pinned: dict[int, Tensor] = {}  # by address, which is not used again while the tensor exists
@@ -122,6 +125,9 @@ class FakeCuda(TorchDispatchMode):
         to_cuda = devices[0].type == "cuda" if devices else has_cuda
         if to_cuda and all(isinstance(tensor, CudaTensor) or not tensor.dim() for tensor in tensors):
             self._count(func)
+            if not _moves_nothing(func):
+                moved = [x.nbytes for x in (*tensors, *tree_leaves(result)) if isinstance(x, Tensor)]
+                self.traffic.append((_name(func), sum(moved)))
         wrapped = {id(tensor.values): tensor for tensor in tensors if isinstance(tensor, CudaTensor)}
         return tree_map(lambda x: _wrapped(x, wrapped, to_cuda), result)
 
@@ -146,7 +152,7 @@ class FakeCuda(TorchDispatchMode):
             return _attention(func, args, kwargs)
         if _name(func) == "_fused_rms_norm_backward":
             return _rms_norm_gradients(*args, **kwargs)
-        if func in (aten.mm.dtype, aten.addmm.dtype_out):
+        if func in (aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype_out):
             return _mixed_product(*args, **kwargs)
         if func is aten.histc.default and not args[0].is_floating_point():  # the CPU counts floats alone
             return func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
@@ -211,7 +217,7 @@ def _mixed_product(*arguments: Any, out: Tensor | None = None) -> Tensor:
     product = left.to(dtype) @ right.to(dtype)
     if out is None:
         return product
-    return torch.add(*added, product, out=out)
+    return torch.add(*added, product, out=out) if added else out.copy_(product)
 
 
 def _name(func: Any) -> str:

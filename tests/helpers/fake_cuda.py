@@ -26,6 +26,8 @@ from types import TracebackType
 from typing import Any, Self
 from unittest import mock
 
+from tests.helpers.interpreted_triton import use_interpreter
+
 ROOT = Path(__file__).parents[2]
 ORDERING = ("synchronize", "empty_cache", "ipc_collect")
 """Functions of torch.cuda that wait for work or free memory."""
@@ -66,7 +68,9 @@ class FakeCudaProcess:
 
     def __enter__(self) -> Self:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+        # Kernels of Triton are interpreted, on the values that tensors have in host memory.
+        options = {"TORCHDYNAMO_DISABLE": "1", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"PYTHONPATH": path} | options
         command = [sys.executable, "-m", "tests.helpers.fake_cuda"]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
@@ -142,6 +146,7 @@ def main() -> None:
     import torch._dynamo  # it refers to the real torch.compile
 
     built.register_guard()
+    use_interpreter()
     torch.set_num_threads(1)
     torch.cuda.is_available = lambda: True
     torch.compile = importlib.import_module("tests.helpers.cuda_tensors").compiled

@@ -95,12 +95,7 @@ class Program(subprocess.Popen[str]):
             time.sleep(0.1)
 
     def rank(self, number: int) -> psutil.Process:
-        children = psutil.Process(program_of(self.pid)).children()
-        (process,) = (child for child in children if child.environ().get("RANK") == str(number))
-        return psutil.Process(program_of(process.pid))
-
-    def forked_rank(self, number: int) -> psutil.Process:
-        """The process of a rank that the launcher can start again."""
+        """The process of a rank."""
         (process,) = named(self.pid, f"rank {number}")
         return process
 

@@ -27,7 +27,7 @@ RESTARTS = ("--max-restarts", "3")
 def test_lost_rank_is_replaced_and_a_stop_request_ends_the_job():
     with started([*torchrun(2, *RESTARTS), *watched()]) as launcher:
         launcher.wait_for_steps()
-        first = [launcher.forked_rank(rank) for rank in range(2)]
+        first = [launcher.rank(rank) for rank in range(2)]
         first[1].kill()
         launcher.wait_for_steps()
         assert not alive(first, 0)
@@ -71,7 +71,7 @@ def test_job_with_a_lost_rank_goes_on_bitwise_identical(tmp_path):
     hold(tmp_path / "killed", 6)
     with started([*torchrun(2, *RESTARTS), *killed]) as launcher:
         launcher.iterations_done(tmp_path / "killed", 5)
-        launcher.forked_rank(0).kill()
+        launcher.rank(0).kill()
         hold(tmp_path / "killed", None)
         code, _, err = launcher.ended()
     assert code == 0 and "rank 0" in err, err
@@ -88,10 +88,10 @@ def test_job_with_a_killed_and_a_stopped_rank_has_every_iteration_once(tmp_path)
     hold(output, 5)
     with started([*restarts, *train_command(inputs, output, *settings, recipe=HELD)]) as launcher:
         launcher.iterations_done(output, 4)
-        launcher.forked_rank(0).kill()
+        launcher.rank(0).kill()
         hold(output, 9)
         launcher.iterations_done(output, 8)
-        launcher.forked_rank(1).send_signal(signal.SIGSTOP)
+        launcher.rank(1).send_signal(signal.SIGSTOP)
         hold(output, None)
         err = launcher.ended().completed().err
     (line,) = error_lines(err)  # of the watchdog; the launcher sees a killed rank itself

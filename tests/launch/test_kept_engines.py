@@ -55,7 +55,7 @@ def test_ppo_with_killed_trainers_keeps_its_engine_and_is_bitwise_identical(tmp_
             time.sleep(pause)
             started_engines |= named(launcher.pid, "sglang::")  # those of lost ranks have no parent here
             still_there.append({process for process in started_engines if process.is_running()})
-            launcher.forked_rank(rank).send_signal(signal.SIGKILL)
+            launcher.rank(rank).send_signal(signal.SIGKILL)
         processes = descendants(launcher.pid)
         code, _, err = launcher.ended()
     assert code == 0 and err.count("was ended by SIGKILL") == 3, err

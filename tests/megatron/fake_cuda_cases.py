@@ -2,6 +2,7 @@
 
 import importlib.util
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,18 @@ from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.megatron.trainer import MegatronTrainer
 from verl_mg.megatron.transformer_config import block_spec
 from verl_mg.models.hf_config import read_config
+from verl_mg.training import logprobs, output_layer
 from verl_mg.training import trainer as trainer_module
 from verl_mg.training.logprobs import TeacherDivergence, TokenOutputs, load_teacher_layer
 from verl_mg.training.loss_inputs import LossInputs
 from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP
 from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.output_layer import Draw, OutputLayer
 from verl_mg.training.trainer import MiniBatch, Objective
+from verl_mg.training.vocabulary_rows import TorchRows
 
 Waits = Counter[tuple[str, str]]
+Traffic = list[tuple[str, int]]
 TEMPERATURE = 0.8
 
 
@@ -241,6 +246,30 @@ def passes_with_flash_attention_3(fake: FakeCuda, model: Path) -> LayerPasses:
     """As `passes_of_layers`, where it is active."""
     with mock.patch.object(attention, "current_flash_attention_impl", lambda: "FA3"):
         return passes_of_layers(fake, model)
+
+
+def passes_over_vocabulary(fake: FakeCuda, by_torch: bool, sizes: tuple[int, int, int, int]) -> list[Traffic]:
+    """Kernels of log-probs with entropies and of their gradients in bfloat16, and the bytes that each moves.
+
+    sizes: tokens, hidden size, vocabulary, and chunks of the logits.
+    """
+    tokens, hidden, vocab, chunks = sizes
+    states, weight = (torch.randn(n, hidden).bfloat16().cuda().requires_grad_() for n in (tokens, vocab))
+    targets, results = torch.randint(vocab, (tokens,)).cuda(), []
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(output_layer.CHUNK_BYTES, cuda=4 * tokens * vocab // chunks))
+        if by_torch:
+            stack.enter_context(mock.patch.object(logprobs, "rows_on", lambda _: TorchRows))
+        fake.traffic.clear()
+        layer = OutputLayer(weight, 0, vocab, None)
+        outputs = logprobs.vocab_parallel_logprobs(states, targets, layer, Draw(TEMPERATURE))
+        results.append(list(fake.traffic))
+        gradients = [torch.randn(tokens).cuda() for _ in outputs]
+        fake.traffic.clear()
+        torch.autograd.backward(outputs, gradients)
+        results.append(list(fake.traffic))
+    assert states.grad is not None and states.grad.values.any() and weight.grad is not None
+    return results
 
 
 def losses(fake: FakeCuda) -> dict[str, list[tuple[str, str]]]:

@@ -115,9 +115,34 @@ def test_attention_without_ragged_kernel_gives_torch_as_many_heads_of_keys_as_of
         return attend(query, key, value, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", recorded)
-    drawn = [torch.randn(sum(LENGTHS), n, WIDTH) for n in (HEADS, 2, 2)]
+    drawn = [torch.randn(sum(LENGTHS), n, WIDTH, device="meta") for n in (HEADS, 2, 2)]
     _run_by_run(*drawn, described(LENGTHS, None), Scores(window=window))
     assert heads == [(HEADS, HEADS, HEADS)] * len(LENGTHS)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("keys", [None, KEYS], ids=["whole", "shared"])
+def test_attention_on_cpu_output_and_gradients_equal_softmax_of_masked_products(window, keys):
+    draw = torch.Generator().manual_seed(0)
+    counts = (sum(LENGTHS), *2 * (sum(keys or LENGTHS),))
+    shapes = zip(counts, (HEADS, 2, 2), strict=True)
+    drawn = [torch.randn(count, heads, WIDTH, generator=draw) for count, heads in shapes]
+    packed, scores = described(LENGTHS, keys), Scores(0.3, window)
+
+    def masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        contexts = []
+        for q, k, v in zip(query.split(LENGTHS), key.split(keys or LENGTHS), value.split(keys or LENGTHS), strict=True):
+            distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
+            hidden = (distance < 0) | (distance >= (window or len(k)))
+            k, v = (x.double().repeat_interleave(HEADS // 2, 1) for x in (k, v))
+            products = torch.einsum("qhd,khd->hqk", q.double(), k) * 0.3
+            shares = products.masked_fill(hidden, -torch.inf).softmax(-1)
+            contexts.append(torch.einsum("hqk,khd->qhd", shares, v).float())
+        return torch.cat(contexts)
+
+    functions = [lambda *heads: _run_by_run(*heads, packed, scores), masked]
+    for found, expected in zip(*outputs_and_gradients(functions, drawn), strict=True):
+        assert torch.allclose(found, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("kv_heads", [2, *nightly(6)])

@@ -45,6 +45,10 @@ KERNELS = {
 }
 """Kernels of the forward pass of a layer, two of a mixture to count the loads of experts; docs/benchmarks.md has the
 same numbers."""
+PRODUCTS = {"mm", "addmm"}
+LOGIT_TRAFFIC = {False: ([1, 1], [4, 6]), True: ([8, 9], [52, 74])}
+"""Kernels for each chunk of logits and bytes for each logit besides products, forward and backward, by whether torch
+computes rows; docs/benchmarks.md has the same numbers."""
 COPIES_OF_HEADS = {"repeat_interleave", "repeat", "expand_copy", "constant_pad_nd"}
 NORM = ("_local_scalar_dense", "megatron/core/optimizer/clip_grads.py:get_grad_norm_fp32")
 EVERY_UPDATE = ("_to_copy", "verl_mg/training/trainer.py:to_host")
@@ -157,6 +161,20 @@ def test_two_steps_in_float32_on_cuda_equal_transformers(fake_cuda, models, tmp_
     trained = fake_cuda.run(cases.two_steps, models["gemma2"])
     rows = cases.rows_of(models["gemma2"])
     assert_equal([trained], train_in_plain_torch(oracle(models["gemma2"]), rows, tmp_path), 2e-5)
+
+
+@pytest.mark.parametrize("by_torch", [False, True], ids=["kernels", "torch"])
+def test_passes_over_the_vocabulary_on_cuda_move_each_logit_as_often_as_documented(fake_cuda, by_torch):
+    """`-s` prints them."""
+    tokens, hidden, vocab, chunks = 32, 16, 512, 4
+    passes = fake_cuda.run(cases.passes_over_vocabulary, by_torch, (tokens, hidden, vocab, chunks))
+    large = [[each for each in traffic if each[1] > tokens * vocab // chunks] for traffic in passes]
+    print(*large, sep="\n")
+    rows = [[each for each in traffic if each[0] not in PRODUCTS] for traffic in large]
+    assert [sum(name in PRODUCTS for name, _ in traffic) for traffic in large] == [chunks, 3 * chunks]
+    counts = [len(traffic) // chunks for traffic in rows]
+    moved = [round(sum(size for _, size in traffic) / (tokens * vocab)) for traffic in rows]
+    assert (counts, moved) == LOGIT_TRAFFIC[by_torch]
 
 
 def test_losses_on_cuda_need_no_wait(fake_cuda):

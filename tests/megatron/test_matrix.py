@@ -159,3 +159,14 @@ def test_train_with_option_under_layout_equals_one_rank(ranks, layout_models, si
     model, megatron = layout_models[name], MegatronConfig(**OPTIONS[option])
     results = ranks.run(RANKS, train, model, layout, rows_for(model, ROWS), recompute, megatron=megatron)
     assert_equal(results, single(name), 1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "layout", "recompute"), [*LAYOUTS, *cases_of(NIGHTLY_LAYOUTS, False)])
+def test_train_by_kernels_of_logits_under_layout_equals_one_rank_without(
+    kernel_ranks, layout_models, single, name, layout, recompute
+):
+    assert not single(name).idle()
+    model = layout_models[name]
+    results = kernel_ranks.run(RANKS, train, model, layout, rows_for(model, ROWS), recompute)
+    assert_equal(results, single(name), 1e-5)

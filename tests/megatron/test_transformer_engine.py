@@ -128,10 +128,10 @@ def test_weight_gradients_are_added_to_their_buffers_by_matrix_products(transfor
 
 def gradient_by_chunks(model, batch, kernels):
     """Gradient of the output layer of a model in bfloat16, after one micro-batch in several chunks of logits."""
-    from verl_mg.training import logprobs
+    from verl_mg.training import output_layer
 
     runner = megatron_runner(model, dtype=torch.bfloat16, kernels=kernels)
-    with mock.patch.object(logprobs, "CHUNK_BYTES", {"cpu": 2**11}):
+    with mock.patch.object(output_layer, "CHUNK_BYTES", {"cpu": 2**11}):
         unclipped = OPTIMIZER.model_copy(update={"clip_grad": 0.0})
         update(MegatronTrainer(runner, unclipped), [batch], batch)
     return runner.chunks[0].output_weight().main_grad.clone()

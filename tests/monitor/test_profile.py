@@ -135,10 +135,10 @@ def test_timeline_writes_a_line_per_iteration(now, tmp_path):
     timer = PhaseTimer()
     timeline = Timeline(tmp_path / "timeline", 3, timer)
     iteration_of(now, timer, ("generate", 1.25), ("sync", 0.5))
-    timeline.write(1)
+    timeline.write(timeline.line(1))
     now[0] += 0.25
     iteration_of(now, timer, ("update", 2.0))
-    timeline.write(2)
+    timeline.write(timeline.line(2))
     assert lines(tmp_path / "timeline", 3) == [
         {"iteration": 1, "start": 1100.0, "spans": [["generate", 0.0, 1.25], ["sync", 1.25, 1.75]]},
         {"iteration": 2, "start": 1101.75, "spans": [["update", 0.25, 2.25]]},
@@ -150,12 +150,12 @@ def test_timeline_resumed_run_replaces_iterations(now, tmp_path):
     timeline = Timeline(tmp_path, 0, timer)
     for iteration in (1, 2, 3):
         iteration_of(now, timer, ("work", 1.0))
-        timeline.write(iteration)
+        timeline.write(timeline.line(iteration))
     with (tmp_path / "rank-0.jsonl").open("a") as file:
         file.write('{"iteration": 4, "sta')
     again = Timeline(tmp_path, 0, timer, first_step=2)
     iteration_of(now, timer, ("update", 1.0))
-    again.write(2)
+    again.write(again.line(2))
     assert [(line["iteration"], line["spans"][0][0]) for line in lines(tmp_path)] == [(1, "work"), (2, "update")]
     assert [file.name for file in tmp_path.iterdir()] == ["rank-0.jsonl"]
 
@@ -170,5 +170,5 @@ def test_timeline_disk_error_warns_once(now, tmp_path, caplog, when):
         (folder / "rank-0.jsonl").mkdir()
     for iteration in (1, 2):
         iteration_of(now, timer, ("work", 1.0))
-        timeline.write(iteration)
+        timeline.write(timeline.line(iteration))
     assert len(caplog.records) == 1 and "the timeline of this rank ends here" in caplog.text

@@ -8,11 +8,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.helpers.cuda_tensors import FakeCuda
 from tests.helpers.fake_cuda import recorded_cuda_calls
-from verl_mg.monitor.metrics import GIB, ResourceSampler, Throughput, over_ranks, weight_sync_rate
+from verl_mg.monitor.metrics import GIB, ResourceSampler, over_ranks, weight_sync_rate
 
 
 def test_sampler_returns_the_largest_memory_since_the_last_call():
@@ -64,23 +63,6 @@ def test_over_ranks_has_the_smallest_mean_and_largest_value():
         "time/host_memory_gib/mean": 6.0,
         "time/host_memory_gib/max": 8.0,
     }
-
-
-def gathered(measured: list[dict[str, float]]) -> tuple[dict[str, float], int]:
-    """Metrics of an iteration, and the number of collectives that they take."""
-    calls = []
-    with pytest.MonkeyPatch.context() as patch:
-        gather = dist.all_gather
-        patch.setattr(dist, "all_gather", lambda *arguments, **named: calls.append(1) or gather(*arguments, **named))
-        metrics = Throughput([], None).iteration([], 2.0, measured[dist.get_rank()])
-    return metrics, len(calls)
-
-
-def test_measurements_of_ranks_are_sent_with_the_counts_of_tokens(ranks):
-    measured = [{"host_memory_gib": 1.25, "gpu_memory_gib": 70.5, "gpu_utilization": 0.5}, {"host_memory_gib": 3.75}]
-    for metrics, collectives in ranks.run(2, gathered, measured):
-        assert collectives == 1
-        assert metrics["time/host_memory_gib/mean"] == 2.5 and metrics["time/gpu_utilization/max"] == 0.5
 
 
 def test_weight_sync_rate_is_that_of_a_rank():

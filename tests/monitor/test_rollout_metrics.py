@@ -1,14 +1,14 @@
-"""The metrics of rollouts against loops over rows, with the rows spread over real ranks."""
+"""The metrics of rollouts against loops over rows, with the rows spread over reports of ranks."""
 
+import json
 import math
 from statistics import correlation, fmean
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from verl_mg.batch import SUPPORT_IDS, SUPPORT_SIZES, Batch
-from verl_mg.monitor.metrics import mismatch_metrics, rollout_metrics
+from verl_mg.monitor.metrics import mismatch_metrics, mismatch_statistics, rollout_metrics, rollout_sums
 
 ROWS, VERSION = 11, 6
 LONG_ROWS = {2: 1030, 5: 2100}  # of these lengths
@@ -80,10 +80,12 @@ def by_hand() -> dict[str, float]:
     }
 
 
-def metrics(shares: list[list[list[int]]]) -> dict[str, float]:
-    """shares[rank]: the rows of each of its batches."""
-    batches = [rows().select(part) for part in shares[dist.get_rank()]]
-    return rollout_metrics(batches, VERSION) | mismatch_metrics(batches)
+def metrics(shares: list[list[list[int]]], names: tuple[str, ...] = ()) -> dict[str, float]:
+    """shares[rank]: the rows of each of its batches, without the columns `names`."""
+    kept = rows().select_columns(set(rows().names()) - set(names))
+    of_ranks = [[kept.select(part) for part in share] for share in shares]
+    sums = json.loads(json.dumps([rollout_sums(batches, VERSION) for batches in of_ranks]))
+    return rollout_metrics(sums) | mismatch_metrics([mismatch_statistics(batches) for batches in of_ranks])
 
 
 @pytest.mark.parametrize(
@@ -95,25 +97,18 @@ def metrics(shares: list[list[list[int]]]) -> dict[str, float]:
         [[[10]], [], [[*range(10)]]],
     ],
 )
-def test_rollout_metrics_do_not_depend_on_the_distribution_of_rows(ranks, shares):
-    expected = by_hand()
-    for found in ranks.run(len(shares), metrics, shares):
-        assert found.keys() == expected.keys()
-        assert found == pytest.approx(expected, rel=1e-6)
+def test_rollout_metrics_do_not_depend_on_the_distribution_of_rows(shares):
+    expected, found = by_hand(), metrics(shares)
+    assert found.keys() == expected.keys()
+    assert found == pytest.approx(expected, rel=1e-6)
 
 
-def without(shares: list[list[list[int]]], names: list[str]) -> dict[str, float]:
-    batches = [rows().select(part) for part in shares[dist.get_rank()]]
-    bare = [Batch(b.lengths, {n: b[n] for n in b.names() if n not in names}) for b in batches]
-    return rollout_metrics(bare, VERSION) | mismatch_metrics(bare)
-
-
-def test_rollout_metrics_without_samples_or_columns(ranks):
-    assert ranks.run(2, metrics, [[], [[]]]) == [{}, {}]
-    (empty,) = ranks.run(1, metrics, [[[ROWS - 1]]])
+def test_rollout_metrics_without_samples_or_columns():
+    assert metrics([[], [[]]]) == {}
+    empty = metrics([[[ROWS - 1]]])
     assert empty["response/length"] == 0 and not [name for name in empty if name.startswith("mismatch")]
-    for found in ranks.run(2, without, [[[0, 1]], [[2]]], ["old_logprobs", "reward", SUPPORT_SIZES, SUPPORT_IDS]):
-        assert found.keys() == {"response/length", "response/truncated", "response/samples", "rollout/staleness"}
+    found = metrics([[[0, 1]], [[2]]], ("old_logprobs", "reward", SUPPORT_SIZES, SUPPORT_IDS))
+    assert found.keys() == {"response/length", "response/truncated", "response/samples", "rollout/staleness"}
 
 
 def rows_of_trajectories() -> Batch:
@@ -127,26 +122,22 @@ def rows_of_trajectories() -> Batch:
     return batch
 
 
-def metrics_of_trajectories(shares: list[list[int]]) -> dict[str, float]:
-    batches = [rows_of_trajectories().select(shares[dist.get_rank()])]
-    return rollout_metrics(batches, VERSION, ("solver", "critic", "absent"))
-
-
 @pytest.mark.parametrize("shares", [[[*range(ROWS)]], [[10, 3, 9], [2, 0, 1, 4, 5, 8, 7, 6]]])
-def test_rollout_metrics_of_trajectories_count_each_once(ranks, shares):
+def test_rollout_metrics_of_trajectories_count_each_once(shares):
     batch = rows_of_trajectories()
     members = [[row for row in range(ROWS) if batch["trajectory"][row] == number] for number in range(6)]
     tokens = [sum(int(batch.row("loss_mask", row).sum()) for row in part) for part in members]
     rewards = [math.sin(number) for number in range(6)]
     cut = [any(batch["truncated"][row] for row in part) for part in members]
     assert sum(cut) == 2
-    for found in ranks.run(len(shares), metrics_of_trajectories, shares):
-        assert found["response/samples"] == 6 and found["response/length"] == pytest.approx(fmean(tokens))
-        assert found["response/truncated"] == pytest.approx(sum(cut) / 6)
-        assert found["reward/mean"] == pytest.approx(fmean(rewards), rel=1e-6)
-        assert found["reward/std"] == pytest.approx(math.sqrt(fmean((r - fmean(rewards)) ** 2 for r in rewards)))
-        assert found["reward/form"] == pytest.approx(2.0)
-        of_solver = fmean(reward for number, reward in enumerate(rewards) if number != 2)
-        assert found["reward/agent/solver"] == pytest.approx(of_solver, rel=1e-6)
-        assert found["reward/agent/critic"] == pytest.approx(rewards[2], rel=1e-6)
-        assert "reward/agent/absent" not in found
+    sums = [rollout_sums([batch.select(share)], VERSION) for share in shares]
+    found = rollout_metrics(sums, ("solver", "critic", "absent"))
+    assert found["response/samples"] == 6 and found["response/length"] == pytest.approx(fmean(tokens))
+    assert found["response/truncated"] == pytest.approx(sum(cut) / 6)
+    assert found["reward/mean"] == pytest.approx(fmean(rewards), rel=1e-6)
+    assert found["reward/std"] == pytest.approx(math.sqrt(fmean((r - fmean(rewards)) ** 2 for r in rewards)))
+    assert found["reward/form"] == pytest.approx(2.0)
+    of_solver = fmean(reward for number, reward in enumerate(rewards) if number != 2)
+    assert found["reward/agent/solver"] == pytest.approx(of_solver, rel=1e-6)
+    assert found["reward/agent/critic"] == pytest.approx(rewards[2], rel=1e-6)
+    assert "reward/agent/absent" not in found

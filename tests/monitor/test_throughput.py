@@ -9,11 +9,12 @@ from tests.helpers.tiny_jobs import files_of, logged
 from tests.run.jobs import GRPO, job, make_inputs
 from verl_mg.batch import Batch
 from verl_mg.config import load_config
+from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.models.flops import RowFlops, row_flops
 from verl_mg.models.hf_config import read_config
-from verl_mg.monitor.metrics import Throughput, model_flops, peak_flops
+from verl_mg.monitor.metrics import Throughput, model_flops, peak_flops, rates
 from verl_mg.sharding.weight_table import weight_table
 
 
@@ -61,16 +62,16 @@ def test_model_flops_of_shared_prefixes_count_computed_tokens():
     assert model_flops(rows, [4, 5], learns=True, shared=[0, 3]) == 3 * ((10 * 4 + 2 * 16) + (10 * 2 + 2 * (25 - 9)))
 
 
-def rate_of_segments(rank_rows):
-    batch = Batch.from_rows(rank_rows[dist.get_rank()])
+def counts_of_segments(rows):
+    batch = Batch.from_rows(rows)
     batch["prefix_length"] = torch.tensor([0, 3, 2][: len(batch)])
-    return Throughput([], None).iteration([batch], seconds=2.0)["time/tokens_per_second"]
+    return Throughput([]).take([batch])
 
 
-def test_throughput_counts_tokens_that_segments_repeat_once(ranks):
+def test_throughput_counts_tokens_that_segments_repeat_once():
     """Two segments repeat 3 and 2 of 5 tokens."""
-    rows = [[[1] * 5, [1] * 4, [1] * 6], [[2] * 7]]
-    assert ranks.run(2, rate_of_segments, rows) == [pytest.approx((5 + 1 + 4 + 7) / 2.0)] * 2
+    counts = [counts_of_segments(rows) for rows in ([[1] * 5, [1] * 4, [1] * 6], [[2] * 7])]
+    assert rates(counts, 2.0, None)["time/tokens_per_second"] == pytest.approx((5 + 1 + 4 + 7) / 2.0)
 
 
 def counted(inputs, layout):
@@ -89,13 +90,13 @@ def counted(inputs, layout):
     config = load_config(None, [*common, *GRPO], recipe.config)
     run = RunningJob(config, requested_roles(recipe, config), job_store())
     run.start()
-    throughput = Throughput([run.actor.runner, run.reference.runner], peak=1e12)
+    throughput = Throughput([run.actor.runner, run.reference.runner])
     run.begin(1)
     dict(recipe.iteration(run, config.algorithm))
     lengths: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(lengths, [n for batch in run.rollout.train_batches for n in batch.lengths.tolist()])
-    metrics = throughput.iteration(run.rollout.train_batches, seconds=2.0)
-    again = throughput.iteration([], seconds=2.0)
+    counts = throughput.take(run.rollout.train_batches), throughput.take([])
+    metrics, again = (rates(all_gather_json(taken), 2.0, 1e12) for taken in counts)
     run.close()
     return metrics, again, [n for own in lengths for n in own]
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from tests.helpers.random_models import assemble, config
 from tests.oracles.installed_source import installed_functions
 from tests.reshard.moves import hold, shard_map_of
+from verl_mg.dtypes import torch_dtype
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard import execute, plan, schedule
-from verl_mg.reshard.encode import EncodedPart, Encoder, encoded_maps, quantized_tensors
+from verl_mg.reshard.encode import Encoder, encoded_maps, quantized_tensors
 from verl_mg.reshard.encoding import FP8, MXFP8, Encoding, Int4, add_largest, encode_box
 from verl_mg.sharding.boxes import Box, Piece, Shard, box_shape, full_box
 from verl_mg.sharding.weight_table import weight_table
@@ -86,7 +87,7 @@ def as_mxfp8(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Values and scales of a whole matrix as the ranks make them."""
     (rows, columns), encoding = matrix.shape, MXFP8()
     largest = torch.zeros(encoding.grid((rows, columns)), device=matrix.device)
-    values = torch.empty(matrix.shape, dtype=encoding.dtype, device=matrix.device)
+    values = torch.empty(matrix.shape, dtype=torch_dtype(encoding.dtype), device=matrix.device)
     add_largest(largest, matrix, ((0, rows), (0, columns)), encoding.block((rows, columns)))
     scales = encoding.scales(largest, matrix.dtype)
     encode_box(encoding, matrix, scales, ((0, rows), (0, columns)), values)
@@ -141,10 +142,9 @@ def move(case: int, encoding: Encoding, dtype: torch.dtype, node: int = 8) -> di
     rank, plain = dist.get_rank(), shard_map_of(c, source_text)
     maps = encoded_maps(weight_table(c), plain, shard_map_of(c, target_text), encoding)
     source, target = maps.source, maps.target
-    part = EncodedPart(source, target.tensors)
-    moved = plan(part, target, node)
+    moved = plan(source, target, node)
     parts = schedule(moved, rank, dtype, 4000)
-    encoder = Encoder(part, parts, dtype)
+    encoder = Encoder(source, target.tensors, parts, dtype)
     encoded = encoder.run(hold(plain, checkpoint(c, dtype)), lambda _: None)
     got = {}
     for name, shard in target.shards(rank).items():

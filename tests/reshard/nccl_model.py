@@ -19,7 +19,7 @@ The model leaves out time, kernels cut in two by a full work queue, and NVLink's
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
@@ -110,13 +110,13 @@ class Communicator:
         return (b - a) % -(-len(self.ranks) // node), (j - i) % node
 
 
-def groups_of(moves: Plan, bucket_bytes: int = BUCKET_BYTES) -> Groups:
-    """The group calls of all ranks of a plan."""
+def groups_of(moves: Plan, bucket_bytes: int = BUCKET_BYTES, tensors: Collection[str] | None = None) -> Groups:
+    """The group calls of all ranks of a plan, for some of its tensors or for all."""
     ranks = sorted({*moves.source.ranks, *moves.target.ranks})
     return {
         rank: [
             [Operation(message.peer, message.outgoing, message.nbytes) for message in bucket.messages]
-            for bucket in schedule(moves, rank, torch.bfloat16, bucket_bytes).buckets
+            for bucket in schedule(moves, rank, torch.bfloat16, bucket_bytes, tensors).buckets
         ]
         for rank in ranks
     }

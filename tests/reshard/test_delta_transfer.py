@@ -29,7 +29,7 @@ def transfer_cases(family, node, bucket_bytes):
         tensors = {name: tensor.bfloat16() for name, tensor in checkpoint(c, torch.float32).items()}
         got, sent = room_for(target, torch.bfloat16), SentValues()
         execute(parts, hold(source, tensors), got)
-        sent.keep(parts, hold(source, tensors))
+        sent.keep_all(parts, hold(source, tensors))
         for number, share in enumerate((0.03, 0.0, 0.5)):
             tensors = changed(tensors, share, number)
             patches, traffic = transfer_changes(parts, hold(source, tensors), sent)

@@ -180,7 +180,7 @@ def moved_and_turned() -> dict[str, torch.Tensor]:
     got = {name: torch.zeros(shard.parameter_shape) for name, shard in shards.items()}
     views = {name: shard.described(got[name]) for name, shard in shards.items()}
     assert execute(messages, have, views).bytes_received == moves.lower_bound(rank, 4)
-    sent.keep(messages, have)
+    sent.keep_all(messages, have)
     for values in have.values():
         values[values == 1] = -1  # the scalar, and the first element of the others
     patches, _ = transfer_changes(messages, have, sent)

@@ -1,6 +1,6 @@
 """Schedules in the model of NCCL: no rank waits for ever, whatever the buffers."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
@@ -34,24 +34,24 @@ def stuck_buffers(groups: Groups, ranks_per_node: int) -> list[int]:
 
 def chunk_plans(
     model: str, actor: str, actor_ranks: Sequence[int], engine: str, engine_ranks: Sequence[int]
-) -> list[Plan]:
-    """The plans of a weight sync of a shipped model, one for each GiB of an engine's rank."""
+) -> tuple[Plan, list[Collection[str]]]:
+    """The plan of a weight sync of a shipped model, and its tensors for each GiB of an engine's rank."""
     weights = weight_table(read_config(CONFIGS / f"{model}.json"))
     source = weights.shard_map_megatron(Placement(Layout.parse(actor).fit(len(actor_ranks)), tuple(actor_ranks)))
     placement = EnginePlacement(EngineLayout.parse(engine), tuple(engine_ranks))
     whole = weights.shard_map_engine(placement)
     chunks = split_into_chunks(whole, placement.ranks[: placement.layout.ranks], 2**29)
-    return [plan(source, chunk, ranks_per_node=8) for chunk in chunks]
+    return plan(source, whole, ranks_per_node=8), [chunk.tensors for chunk in chunks]
 
 
-def cut_by_own_load(moves: Plan, limit: int) -> Groups:
+def cut_by_own_load(moves: Plan, limit: int, tensors: Collection[str]) -> Groups:
     """Messages of at most a quarter of the limit, in one order for all ranks, in groups that each rank fills by itself.
 
     Correct where all messages of a group progress on their own, as gloo's do.
     """
     groups: dict[int, list[list[Operation]]] = {}
     for rank in sorted({*moves.source.ranks, *moves.target.ranks}):
-        part = moves.rank_plan(rank)
+        part = moves.rank_plan(rank).of(tensors)
         messages = []
         for outgoing, transfers in ((True, part.sends), (False, part.receives)):
             for transfer in transfers:
@@ -124,21 +124,23 @@ def test_nccl_model_rounds_pair_all_ranks_and_messages_have_one_round(ranks, nod
     "name", [name if name == "one node" else pytest.param(name, marks=pytest.mark.nightly) for name in LAYOUTS]
 )
 def test_schedule_cut_by_the_load_of_each_rank_deadlocks_under_nccl(name):
-    moves = chunk_plans(*LAYOUTS[name])[1]
-    assert stuck_buffers(cut_by_own_load(moves, 32 * MIB), 8) == list(BUFFERS)
+    moves, chunks = chunk_plans(*LAYOUTS[name])
+    assert stuck_buffers(cut_by_own_load(moves, 32 * MIB, chunks[1]), 8) == list(BUFFERS)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("bucket_bytes", [32 * MIB, BUCKET_BYTES])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_schedule_of_a_shipped_model_completes_under_nccl(name, bucket_bytes):
-    for number, moves in enumerate(chunk_plans(*LAYOUTS[name])):
-        assert stuck_buffers(groups_of(moves, bucket_bytes), 8) == [], number
+    moves, chunks = chunk_plans(*LAYOUTS[name])
+    for number, tensors in enumerate(chunks):
+        assert stuck_buffers(groups_of(moves, bucket_bytes, tensors), 8) == [], number
 
 
 @pytest.mark.parametrize("name", ["one node", "another node"])
 def test_schedule_of_a_chunk_completes_under_nccl(name):
-    assert stuck_buffers(groups_of(chunk_plans(*LAYOUTS[name])[1]), 8) == []
+    moves, chunks = chunk_plans(*LAYOUTS[name])
+    assert stuck_buffers(groups_of(moves, tensors=chunks[1]), 8) == []
 
 
 BUCKETS = st.sampled_from([200, 2000, 10**6])

@@ -1,6 +1,7 @@
 """Plans against a plain simulation: who holds what, who gets what, and how little travels."""
 
 from collections import Counter
+from collections.abc import Collection
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.helpers.random_models import RANKS, checkpoint, config, configs, engi
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.tensor_index import TensorInfo
-from verl_mg.reshard import best_stride, plan, schedule
+from verl_mg.reshard import best_stride, plan, schedule, split_into_chunks
 from verl_mg.reshard.routing import assign_writes
 from verl_mg.sharding.boxes import Piece, Shard, slices
 from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
@@ -102,6 +103,31 @@ def test_plan_lower_bound_and_traffic_are_the_missing_elements(case, itemsize):
         there = set().union(*(held[rank] for rank in inside))
         lacking_at += sum(4 if element in float32 else itemsize for element in wanted - there)
     assert entered == pytest.approx(lacking_at)
+
+
+def one_by_one(whole: ShardMap, tensors: Collection[str]) -> ExplicitShardMap:
+    """The parameters with some of the tensors, in a map that knows of no tensors with equal boxes."""
+    held = {
+        rank: {name: s for name, s in whole.shards(rank).items() if s.pieces and s.pieces[0].tensor in tensors}
+        for rank in whole.ranks
+    }
+    return ExplicitShardMap(held, {name: whole.tensors[name] for name in tensors})
+
+
+@given(moves(), st.sampled_from([50, 4000]), st.sampled_from([200, 10**6]))
+@settings(max_examples=10)
+def test_schedule_of_a_chunk_is_that_of_a_plan_of_its_tensors_alone(case, elements, bucket_bytes):
+    source, target, node, _ = case
+    moved = plan(source, target, node)
+    for chunk in split_into_chunks(target, target.ranks, elements):
+        of_source = ExplicitShardMap({rank: source.shards(rank) for rank in source.ranks}, source.tensors)
+        alone = plan(of_source, one_by_one(target, chunk.tensors), node)
+        for rank in sorted({*source.ranks, *target.ranks})[::3]:
+            part = schedule(moved, rank, torch.bfloat16, bucket_bytes, chunk.tensors)
+            expected = schedule(alone, rank, torch.bfloat16, bucket_bytes)
+            assert part.buckets == expected.buckets
+            assert sorted(map(repr, part.copies)) == sorted(map(repr, expected.copies))
+            assert (part.source_shapes, part.target_shapes) == (expected.source_shapes, expected.target_shapes)
 
 
 @given(st.data())

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl_mg.batch import Batch, ColumnKind, PendingColumn
+from verl_mg.batch import Batch, ColumnKind
+from verl_mg.pending_column import PendingColumn
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.roles.context import RoleExecutor
 

@@ -14,6 +14,7 @@ from tests.helpers.tiny_models import oracle, oracle_outputs, random_rows
 from tests.megatron.training import assembled, recorded_gradients, token_loss
 from verl_mg.batch import Batch
 from verl_mg.config import OptimizerConfig
+from verl_mg.distributed.collectives import sum_over_ranks
 from verl_mg.layout import Layout, Placement
 from verl_mg.megatron.process_groups import ParallelGroups
 from verl_mg.models.hf_config import read_config
@@ -165,10 +166,10 @@ def passes(model, layout, budget, batch, shares, kind=Actor, options=()):
     role, mine = role_on(kind, model, layout, budget, **dict(options)), batch.select(own)
     outputs = role.forward(mine).split(mine.lengths.tolist())
     gradients, tokens = recorded_gradients(role.trainer), []
-    throughput = Throughput([role.runner], peak=1.0)
+    throughput = Throughput([role.runner])
     role.runner.chunks[0].register_forward_pre_hook(lambda _, given: tokens.append(int(given[0].packed.lengths.sum())))
     metrics = role.update(mine, token_loss, "token-mean")
-    flops = throughput.iteration([mine], 1.0)["time/mfu"] * dist.get_world_size()
+    flops = sum_over_ranks([throughput.take([mine])])["flops"]
     return own, outputs, metrics, gradients[0], sum(tokens), flops
 
 

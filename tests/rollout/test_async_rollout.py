@@ -16,6 +16,7 @@ from tests.helpers.traces import needs_sglang, needs_vllm
 from tests.rollout.engine_jobs import check_versions, engine_job, inputs
 from verl_mg.engines.engine import Request, RolloutEngine, Sample, Sampling
 from verl_mg.engines.process_engine import ProcessEngine
+from verl_mg.engines.request_batch import RequestBatch
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import Recipe
 from verl_mg.rollout.engine_group import InFlightEngineGroup
@@ -101,9 +102,9 @@ def requests_and_results(engine: ProcessEngine) -> tuple[list[str], list[tuple[s
     """Requests that the engine's process gets from now on, and (request, reason of its end) of the results it sends."""
     started, results, generate, complete = [], [], engine._generate, engine._complete
 
-    def started_here(rid: str, request: dict[str, object]) -> None:
-        started.append(rid)
-        generate(rid, request)
+    def started_here(batch: RequestBatch) -> None:
+        started.extend(item["rid"] for item in batch.items)
+        generate(batch)
 
     def completed(rid: str, result: dict[str, object]) -> None:
         results.append((rid, result.get("finish", "error")))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tests.helpers.engines import SGLANG, VLLM_NIGHTLY, process_of
 from tests.rollout.engine_jobs import engine_job
 from verl_mg.agents.tool_calls import ToolCall
+from verl_mg.engines.request_batch import RequestBatch
 from verl_mg.recipes.tasks.calculator import make
 
 TURNS = 3
@@ -40,9 +41,9 @@ def iteration(folder: Path, engine_name: str) -> dict[str, object]:
         requested: dict[str, list[int]] = {}
         generate, answered = engine._generate, engine._complete
 
-        def see(rid: str, fields: dict[str, list[int]]) -> None:
-            requested[rid] = list(fields["tokens"])
-            generate(rid, fields)
+        def see(batch: RequestBatch) -> None:
+            requested.update({rid: list(fields["tokens"]) for rid, fields in batch.requests().items()})
+            generate(batch)
 
         def completed(rid: str, answer: dict[str, list[int]]) -> None:
             select_outputs.append((rid, requested[rid], list(answer["tokens"])))

@@ -27,7 +27,7 @@ from verl_mg.rollout import engine_worker
 from verl_mg.rollout.engine_group import ProcessEngineGroup
 from verl_mg.rollout.engine_worker import EngineEvents, EngineRestart, EngineWorker
 from verl_mg.rollout.groups import Group
-from verl_mg.rollout.work_queue import WorkQueue
+from verl_mg.rollout.work_queue import StaticShare, WorkQueue
 
 SECONDS = 2.0
 PROMPT = Prompt(0, (1,), "", None, {})
@@ -174,6 +174,41 @@ def test_worker_gives_free_slots_to_an_evaluation_first_and_aborts_nothing():
         events.wait()
 
 
+@pytest.mark.parametrize("is_static", [False, True])
+def test_worker_whose_engine_has_no_further_samples_ends_the_call_without_a_look_at_the_others(is_static):
+    class Engine(SlowEngine):
+        def num_free_slots(self):
+            return 4 - len(self._ends)
+
+        def collect(self, seconds):
+            ends, self._ends = self._ends, {}
+            return [SimpleNamespace(id=i, finish="stop", generated_versions=[0]) for i in ends]
+
+    store, completed = HashStore(), []
+    groups = [Group(PROMPT, range(2 * g, 2 * g + 2)) for g in range(4)]
+    workers, queues, events, stores = [], [], [], [CountedStore(store) for _ in range(2)]
+    for number, counted in enumerate(stores):
+        share = StaticShare(number, 2) if is_static else None
+        queues.append(WorkQueue(counted, "call", Sampling(max_new_tokens=1), groups, 4, share=share))
+        events.append(EngineEvents(counted))
+        workers.append(
+            EngineWorker(
+                Engine(threading.Event()), 2, events[-1], lambda i: SimpleNamespace(id=i, partial=None),
+                completed.append, completed.append,
+            )
+        )  # fmt: skip
+        workers[-1].add(queues[-1])
+    taken = [] if is_static else queues[1].pop(1)  # the second engine is at work on one sample
+    workers[0].work_off(queues[0])
+    assert len(completed) == (4 if is_static else 7) and not queues[0].is_done()
+    assert stores[0].requests.count("set") == 0, "nothing is announced"
+    queues[1].mark_done(taken)
+    workers[1].work_off(queues[1])
+    assert len(completed) == 8 - len(taken)
+    while not events[0].has_ended("call"):
+        events[0].wait()
+
+
 HOST = """
 import json, os, signal, socket, sys
 
@@ -188,7 +223,7 @@ for number, line in enumerate(stream.makefile("rb")):
         answer = {"call": message["call"], "ok": True, "message": ""}
     elif "generate" in message and str(start) not in deadly:
         tokens = {"tokens": [5], "logprobs": [-0.5], "finish": "length", "spans": [], "routed_experts": None}
-        answer = {"sample": message["generate"], **tokens}
+        answer = {"samples": {item["rid"]: tokens for item in message["generate"]["items"]}}
     elif "generate" in message:
         print("no kernel for batches of this shape", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,8 @@ from tests.helpers.engines import SGLANG, VLLM_NIGHTLY
 from tests.helpers.tiny_jobs import logged, run_recipe
 from tests.helpers.traces import needs_sglang
 from tests.rollout.engine_jobs import engine_job, inputs, settings, token_logprobs
-from verl_mg.monitor.metrics import mismatch_metrics, rollout_metrics
+from verl_mg.distributed.collectives import all_gather_json
+from verl_mg.monitor.metrics import mismatch_metrics, mismatch_statistics, rollout_metrics, rollout_sums
 from verl_mg.run.loop import one_iteration
 
 ITERATIONS, PROMPTS, GROUP = 3, 6, 4
@@ -31,7 +32,9 @@ def train_ahead(folder, engine):
         job.actor.update = kept
         version = job.actor.num_updates
         metrics = one_iteration(recipe, job, iteration)
-        metrics |= rollout_metrics(job.rollout.train_batches, version) | mismatch_metrics(trained) | job.rollout.metrics
+        sums, statistics = (rollout_sums(job.rollout.train_batches, version), mismatch_statistics(trained))
+        metrics |= rollout_metrics(all_gather_json(sums)) | mismatch_metrics(all_gather_json(statistics))
+        metrics |= job.rollout.metrics
         job.actor.update = update
         job.actor.save(folder / f"weights-{iteration}", folder / "model")
         greedy = job.rollout.generate_greedy(list(job.prompts)[:1]) if iteration == 2 else None

@@ -81,13 +81,16 @@ def test_work_queue_is_done_when_enough_groups_are_complete(sizes, engines, data
     draw.shuffle(samples)
     missing = {g: group.num_missing for g, group in enumerate(groups)}
     complete: list[int] = []
-    for sample in samples:
+    while samples:
         queues[0].refresh()
         assert queues[0].is_done() == (len(complete) >= needed)
-        queues[draw.randrange(engines)].mark_done(sample)
-        (group,) = [g for g, members in enumerate(groups) if sample in members.ids]
-        missing[group] -= 1
-        complete += [group] if not missing[group] else []
+        count = draw.randint(1, 4)
+        together, samples = samples[:count], samples[count:]
+        queues[draw.randrange(engines)].mark_done(together)
+        for sample in together:
+            (group,) = [g for g, members in enumerate(groups) if sample in members.ids]
+            missing[group] -= 1
+            complete += [group] if not missing[group] else []
     for queue in queues:
         queue.refresh()
         assert queue.is_done()
@@ -112,18 +115,28 @@ def test_work_queue_single_samples_cost_two_requests_each_and_a_refresh_one():
     queue.refresh()
     assert queue.can_queue(8) and not queue.is_done() and store.requests == ["multi_get"]
     for sample in queue.pop(9):
-        queue.mark_done(sample)
+        queue.mark_done([sample])
     assert queue.is_done() and store.requests[1:] == ["add"] * 18
     store.requests.clear()
     queue.delete_keys()
     assert store.requests == ["delete_key"] * 2
 
 
+def test_work_queue_samples_that_are_complete_together_cost_a_request_for_each_group_that_is_not():
+    store = CountedStore()
+    queue = make_queue(store, make_groups([(4, 0)] * 9))
+    samples = queue.pop(36)
+    store.requests.clear()
+    queue.mark_done(samples[:22])  # five groups and half of one
+    queue.mark_done(samples[22:])  # the other half and three groups
+    assert queue.is_done() and store.requests == ["add"] * 4
+
+
 def test_work_queue_delete_keys_empties_the_store():
     groups, store = make_groups([(3, 0)] * 3), HashStore()
     queue = make_queue(store, groups)
     for sample in queue.pop(9):
-        queue.mark_done(sample)
+        queue.mark_done([sample])
     assert queue.is_done() and store.num_keys() > 0
     queue.delete_keys()
     assert store.num_keys() == 0
@@ -131,7 +144,7 @@ def test_work_queue_delete_keys_empties_the_store():
 
 def test_work_queue_unknown_sample_raises():
     with pytest.raises(KeyError):
-        make_queue(HashStore(), make_groups([(1, 0)])).mark_done(random.randrange(5, 9))
+        make_queue(HashStore(), make_groups([(1, 0)])).mark_done([random.randrange(5, 9)])
 
 
 # -- with a filter
@@ -169,7 +182,7 @@ def run_filtered(queues, scored, draw):
             in_flight += [(queue, sample) for sample in samples]
         elif step == "complete" and in_flight:
             owner, sample = in_flight.pop(draw.randrange(len(in_flight)))
-            owner.mark_done(sample)
+            owner.mark_done([sample])
             unscored.append(sample)
         elif step == "score" and unscored:
             scored.add(unscored.pop(draw.randrange(len(unscored))))
@@ -210,7 +223,7 @@ def test_filtered_queue_requests_to_the_store_grow_with_samples_not_with_candida
         store, scored = CountedStore(), set(range(SIZE * candidates))
         *_, (queue,) = make_filtered_queues(store, [True] * candidates, 2, 0, 1, scored)
         for sample in queue.pop(SIZE * 2):
-            queue.mark_done(sample)
+            queue.mark_done([sample])
         queue.refresh()
         assert queue.is_done()
         requests.append(len(store.requests))

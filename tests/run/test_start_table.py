@@ -24,6 +24,7 @@ from verl_mg.job.recipe import load_recipe
 from verl_mg.megatron import transformer_config
 from verl_mg.megatron.transformer_config import chosen_kernels
 from verl_mg.models.hf_config import read_config
+from verl_mg.phase_timer import PhaseTimer
 from verl_mg.planner.job_memory import job_memory
 from verl_mg.run import loop, start_table
 from verl_mg.run.start_table import RAN_WITH, START, StartTable
@@ -237,8 +238,31 @@ def test_job_whose_kernels_cannot_be_described_on_a_rank_says_it_and_trains(rank
     assert len(metrics_of(tmp_path / "run")) == 1
 
 
-def test_memory_after_the_first_iteration_is_printed_with_the_largest_of_the_plan(capsys, monkeypatch):
-    monkeypatch.setattr(start_table, "all_gather_json", lambda peak: [peak, 3 * 2**30])
-    memory = start_table.JobMemory({"build": 1.0, "training": 2.0 * 2**30}, None)
-    StartTable({}, memory).compare_memory(shows=True)
-    assert capsys.readouterr().out == "memory    3.0 GiB of tensors on the fullest rank, 2.0 planned (training)\n"
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_memory_of_the_first_iteration_is_printed_with_the_plan(capsys, monkeypatch, tmp_path, has_gpu):
+    gib = 2**30
+    bytes_of = ({"models": (2 * gib, gib), "update": (gib, gib)}, {"models": (gib, gib), "update": (3 * gib, 2 * gib)})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
+    monkeypatch.setattr(start_table, "all_gather_json", lambda own: [own, 3 * gib] if own == 0 else list(bytes_of))
+    monkeypatch.setattr(start_table.dist, "get_rank", lambda: 0)
+    config = SimpleNamespace(job=SimpleNamespace(console=True, folder=tmp_path))
+    described = SimpleNamespace(config=config, timer=PhaseTimer())
+    memory = start_table.JobMemory({"build": 1.0 * gib, "training": 2.0 * gib}, None)
+    StartTable({}, memory).compare_memory(described)
+    build, training, *tensors = capsys.readouterr().out.splitlines()
+    plans = ("", "") if has_gpu else (", 1.00 of tensors planned", ", 2.00 of tensors planned")
+    assert build == f"fullest rank  build     2.00 GiB at most, 1.00 kept{plans[0]}"
+    assert training == f"              training  3.00 GiB at most, 2.00 kept{plans[1]}"
+    assert tensors == ["              tensors   3.0 GiB at most, 2.0 planned (training)"] * has_gpu
+    assert list(json.loads((tmp_path / START).read_text())["rows"]) == ["fullest rank"]
+
+
+def test_job_on_the_cpu_writes_the_seconds_of_its_start_and_its_memory_by_phase(ranks, tmp_path):
+    inputs = make_inputs(tmp_path / "inputs")
+    ranks.run(2, job, "grpo", inputs, tmp_path / "run", ["job.iterations=1"])
+    rows = json.loads((tmp_path / "run" / START).read_text())["rows"]
+    seconds = {row["part"]: float(row["chosen"].removesuffix(" s")) for row in rows["start"]}
+    assert {"models", "together"} <= set(seconds) and max(seconds.values()) == seconds["together"]
+    parts = {row["part"]: row["chosen"] for row in rows["fullest rank"]}
+    assert {"build", "generation", "training", "weight sync"} <= set(parts)

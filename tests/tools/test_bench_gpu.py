@@ -25,6 +25,9 @@ def test_bench_gpu_tiny_reports_every_part(tmp_path):
     assert text.startswith("# One device: qwen3_1_7b, tiny")
     for row in (
         r"bf16 product of 128 x 128 matrices \| [\d.e+-]+ TFLOP/s",
+        r"only products, forward and backward \| [\d.]+ ms",
+        r"... with gradients \| [\d.]+ ms, [\d.]+ of the products",
+        r"... largest difference \| 0 nats",
         r"kernels \| torch",
         r"inference pass \| \d+ tokens/s, [\d.e+-]+ TFLOP/s",
         r"update \| \d+ tokens/s, [\d.e+-]+ TFLOP/s",

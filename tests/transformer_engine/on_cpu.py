@@ -1,6 +1,6 @@
 """Transformer Engine without a GPU: its own Python, over the extension of `tests.transformer_engine.extension`.
 
-    with TransformerEngineRanks(installed()) as ranks:
+    with SeparateRanks(load, installed()) as ranks:
         ranks.run(4, work, argument)          # as `RankPool.run`, in processes that have Transformer Engine
 
 Real are its modules and megatron-core's on top of them: linear layers, norms, grouped products, attention by products
@@ -8,17 +8,13 @@ of matrices. Not covered: kernels of CUDA and Triton, and what only they have, s
 """
 
 import importlib
-import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType, SimpleNamespace, TracebackType
-from typing import Any, Self
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -52,59 +48,6 @@ def installed() -> Path:
         partial.rename(folder)
     assert folder.stat().st_uid == os.getuid(), f"{folder} belongs to another user"
     return folder
-
-
-class TransformerEngineRanks:
-    """A pool of ranks in a process of its own, whose parent has not imported megatron-core yet."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> Self:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._folder))
-        self._process.start()
-        theirs.close()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # Closing the pipe may not end it: processes forked since it was made have its ends too.
-        self._pipe.send(None)
-        self._process.join()
-        self._pipe.close()
-
-    def run(self, ranks: int, work: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
-        """`work(*arguments, **options)` on each of `ranks` ranks; their results in rank order."""
-        self._pipe.send((ranks, work.__module__, work.__name__, arguments, options))
-        succeeded, value = self._pipe.recv()
-        assert succeeded, value
-        results: list[Any] = value
-        return results
-
-
-def _serve(pipe: Connection, folder: Path) -> None:
-    load(folder)
-    from tests.helpers.machine import Machine
-    from tests.helpers.rank_pool import RankPool
-
-    pool = RankPool(Machine.this())
-    while request := _received(pipe):
-        ranks, module, name, arguments, options = request
-        try:
-            work = getattr(importlib.import_module(module), name)
-            pipe.send((True, pool.run(ranks, work, *arguments, **options)))
-        except BaseException:
-            pipe.send((False, traceback.format_exc()))
-    pool.stop()
-
-
-def _received(pipe: Connection) -> tuple[int, str, str, tuple[Any, ...]] | None:
-    try:
-        request: tuple[int, str, str, tuple[Any, ...]] | None = pipe.recv()
-    except EOFError:  # the test process was killed
-        return None
-    return request
 
 
 def load(folder: Path) -> None:

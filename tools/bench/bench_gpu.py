@@ -1,4 +1,4 @@
-"""Measures training, inference, weight sync and rollout of a dense model on one GPU, and compares predicted memory.
+"""Measures a dense model on one GPU: vocabulary, training, inference, weight sync and rollout; and predicted memory.
 
     python -m tools.bench.bench_gpu [--output runs/bench_gpu.md] [--measured h200.json] [--repeats 5] [--part NAME]
         [--tiny]
@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from tools.bench.update_profile import Row, offload_rows, update_rows
+from tools.bench.vocabulary import Vocabulary
 from verl_mg import device
 from verl_mg.algorithms.losses import clipped_policy_loss
 from verl_mg.batch import Batch
@@ -62,9 +63,10 @@ from verl_mg.sharding.megatron import Kernels
 from verl_mg.sharding.weight_table import WeightTable, weight_table
 from verl_mg.training.loss_inputs import LossInputs
 
-PARTS = ("device", "kept", "recomputed", "rollout", "torch")
-"""Names of the parts, by what they measure: the device, training with activations kept, with layers recomputed, weight
-sync and rollout, training with torch's kernels where others are the default."""
+PARTS = ("device", "vocabulary", "kept", "recomputed", "rollout", "torch")
+"""Names of the parts, by what they measure: the device, the output layer against its products and Liger, training
+with activations kept, with layers recomputed, weight sync and rollout, training with torch's kernels where others are
+the default."""
 MODEL = Path(__file__).parents[1] / "model_configs" / "qwen3_1_7b.json"
 TINY_SHAPE = {
     "hidden_size": 64,
@@ -161,6 +163,7 @@ def main(arguments: list[str] | None = None) -> int:
         report = Report(options.output, options.model.stem + (", tiny" if options.tiny else ""), bench)
         parts: dict[str, tuple[str, Callable[[Bench], Iterator[Row]]]] = {
             "device": ("The device", device_part),
+            "vocabulary": ("The vocabulary", vocabulary_part),
             "kept": ("Training, activations kept", partial(training_part, recompute=False)),
             "recomputed": ("Training, layers recomputed", partial(training_part, recompute=True)),
             "rollout": ("Weight sync and rollout", rollout_part),
@@ -223,6 +226,13 @@ def device_part(bench: Bench) -> Iterator[Row]:
         host = torch.empty(len(source), dtype=torch.uint8, pin_memory=True)
         bench.figures["host"] = len(source) / bench.seconds(lambda: host.copy_(source)) / 1e9
         yield "copy to pinned memory of the host", f"{bench.figures['host']:.1f} GB/s"
+
+
+def vocabulary_part(bench: Bench) -> Iterator[Row]:
+    """Measures log-probs, entropies and gradients of one micro-batch."""
+    config, tokens = bench.weights.config, bench.work.micro_batch
+    yield "micro-batch", f"{tokens} tokens, hidden size {config.hidden}, vocabulary {config.vocab}"
+    yield from Vocabulary(tokens, config.hidden, config.vocab, device.current_device(), bench.seconds).rows()
 
 
 def training_part(bench: Bench, recompute: bool, kernels: Literal["auto", Kernels] = "auto") -> Iterator[Row]:

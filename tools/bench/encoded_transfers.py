@@ -10,7 +10,7 @@ from torch import Tensor
 
 from verl_mg.reshard import Schedule, execute, plan, schedule
 from verl_mg.reshard.delta_transfer import SentValues, apply_patches, transfer_changes
-from verl_mg.reshard.encode import EncodedPart, Encoder, encoded_maps
+from verl_mg.reshard.encode import Encoder, encoded_maps
 from verl_mg.reshard.encoding import Wire, encoding_of
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import WeightTable
@@ -35,10 +35,9 @@ class Quantized:
         encoding = encoding_of(wire)
         assert encoding, "not of weights that are cast"
         maps, rank, dtype = encoded_maps(weights, source_map, target_map, encoding), dist.get_rank(), torch.bfloat16
-        part = EncodedPart(maps.source, maps.target.tensors)
-        moves = plan(part, maps.target, dist.get_world_size())
+        moves = plan(maps.source, maps.target, dist.get_world_size())
         self._schedule = schedule(moves, rank, dtype, bucket_bytes)
-        self._encoder, self._source = Encoder(part, self._schedule, dtype), source
+        self._encoder, self._source = Encoder(maps.source, maps.target.tensors, self._schedule, dtype), source
         self._target = {}
         for name, shard in maps.target.shards(rank).items():
             wire_dtype = maps.target.tensors[shard.pieces[0].tensor].wire_dtype(dtype) if shard.pieces else dtype
@@ -61,7 +60,7 @@ class Changes:
         """Keeps the values that the target has."""
         self._schedule, self._source, self._target = made, source, target
         self._sent, self._turn = SentValues(), 0
-        self._sent.keep(made, source)
+        self._sent.keep_all(made, source)
 
     def prepare(self) -> None:
         """Flips the last bit of some elements, the same ones on all replicas of a parameter."""

@@ -99,6 +99,7 @@ class SimulatedJob:
         ranks: number of ranks.
         placement: ranks and layout of the models.
         engines: ranks and layout of the engines.
+        source: shards of a model.
     """
 
     def __init__(self, table: WeightTable, ranks: int, layout: Layout, engines: EngineLayout) -> None:
@@ -108,7 +109,7 @@ class SimulatedJob:
         fitting = replace(layout, pp=pp, dp=ranks // (layout.tp * layout.cp * pp))
         self.placement = Placement(fitting, tuple(range(ranks)))
         self.engines = EnginePlacement(engines, tuple(range(ranks)))
-        self._source = table.shard_map_megatron(self.placement)
+        self.source = table.shard_map_megatron(self.placement)
 
     def figures(self) -> Figures:
         """Returns what the job needs."""
@@ -119,7 +120,7 @@ class SimulatedJob:
         checkpointer = tuple(range(self.ranks))
         groups = [*models, *engines, checkpointer]
         joined = Counter(rank for group in groups for rank in group)
-        sync = plan(self._source, self.table.shard_map_engine(self.engines), NODE)
+        sync = plan(self.source, self.table.shard_map_engine(self.engines), NODE)
         rows = _RowTraffic(self)
         return Figures(
             groups=max(joined.values()),
@@ -148,13 +149,13 @@ class SimulatedJob:
 
         Rank 0 opens the index, and each file for its header and for the fingerprint of the model in the sample files.
         """
-        shapes = {name: info.shape for name, info in self._source.tensors.items()}
+        shapes = {name: info.shape for name, info in self.source.tensors.items()}
         size = sum(math.prod(shape) for shape in shapes.values()) * ITEMSIZE
         files = split_by_size(shapes, ITEMSIZE, size // HF_FILES)
         file_of = {name: str(number) for number, names in enumerate(files) for name in names}
         trained = {name: file for name, file in file_of.items() if name in read_by_trained}
         frozen_opens, trained_opens = (
-            sum(map(len, ReaderShardMap(self._source, chosen).elements.values())) for chosen in (file_of, trained)
+            sum(map(len, ReaderShardMap(self.source, chosen).elements.values())) for chosen in (file_of, trained)
         )
         return 1 + 2 * len(files) + FROZEN * frozen_opens + TRAINED * trained_opens
 

@@ -22,8 +22,12 @@ from tools.install.fat_binaries import blanked
 from verl_mg.errors import EXIT_CODE, UserError
 
 ROOT = Path(__file__).parents[2]
-PINNED = (ROOT / "launch" / "requirements-gpu.txt", ROOT / "tools" / "install" / "requirements-cpu.txt")
-"""Versions of what travels; the second file has the tests' packages."""
+PINNED = (
+    ROOT / "launch" / "requirements-gpu.txt",
+    ROOT / "tools" / "install" / "requirements-cpu.txt",
+    ROOT / "tools" / "install" / "requirements-liger.txt",
+)
+"""Versions of what travels; the second file has the tests' packages, the third a peer's."""
 PARTS = {
     "torch": """
         torch triton nvidia-nccl-cu13 torchvision torchaudio megatron-core transformers tokenizers
@@ -42,9 +46,10 @@ PARTS = {
         pybase64 setproctitle zstandard partial-json-parser soundfile cffi pydantic-extra-types
         jsonschema jsonschema-specifications referencing rpds-py
         """,
+    "liger": "liger-kernel liger-cute-kernels nvidia-cuda-runtime-cu12",
 }
 """Packages that travel, by the part that needs them; what a machine with torch 2.11 has is left there."""
-OPTIONAL = ("transformer-engine", "sglang")
+OPTIONAL = ("transformer-engine", "sglang", "liger")
 COMPILED_HERE = "transformer-engine-torch"
 """Published as source; bare_stack.sh compiles it with the packages that follow and all of NVIDIA's."""
 FOR_COMPILATION = """

@@ -2,7 +2,8 @@
 # Packs the pinned stack (launch/requirements-gpu.txt) for a GPU machine that has Python 3.12, torch 2.11 with the libraries
 # of CUDA 13, and no package registry, in pieces of a size that can be carried there:
 #
-#   bash tools/install/bare_stack.sh [--piece-megabytes 47] [--arch 90] [--without-transformer-engine] [--without-sglang] FOLDER
+#   bash tools/install/bare_stack.sh [--piece-megabytes 47] [--arch 90] [--without-transformer-engine] [--without-sglang]
+#       [--with-liger] FOLDER
 #
 # It needs a registry, Python 3.12, a C++ compiler and GNU tar, but no GPU. FOLDER/pieces is what travels; FOLDER/cache has
 # the packages and the compiled wheel, which a repeated run uses again. --arch is the architecture of the GPU: 90 is Hopper.
@@ -11,12 +12,13 @@ set -euo pipefail
 repository=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 source "$repository/launch/python.sh"
 
-megabytes=47 arch=90 without=() folder=
+megabytes=47 arch=90 without=() peer=(--without liger) folder=
 while (($#)); do
     case $1 in
         --piece-megabytes) megabytes=${2:-} && shift ;;
         --arch) arch=${2:-} && shift ;;
         --without-transformer-engine | --without-sglang) without+=(--without "${1#--without-}") ;;
+        --with-liger) peer=() ;;
         -h | --help) sed -n "2,/^set/{s/^# \{0,1\}//p}" "${BASH_SOURCE[0]}" && exit ;;
         -*) echo "error: $1: no such option. See --help." >&2 && exit 2 ;;
         *)
@@ -39,6 +41,7 @@ if [[ -z $folder ]]; then
     echo "error: FOLDER: it is missing. Name the folder that gets the pieces." >&2
     exit 2
 fi
+without+=("${peer[@]}")
 mkdir -p "$folder/cache"
 cache=$(cd "$folder/cache" && pwd)
 venv=$cache/venv

@@ -18,12 +18,18 @@ give 2, 3, 2 and, with max_length 4, 0.75.
 Only tokens in the mask count, and sequences with at least one of them.
 """
 
-from typing import Literal, get_args
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, get_args
 
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 LossAggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 MODES: tuple[str, ...] = get_args(LossAggregation)

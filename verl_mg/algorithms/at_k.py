@@ -1,13 +1,20 @@
 """Scores of k tries at a problem, estimated from n tries: pass@k, avg@k, maj@k."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 
 def pass_at_k(correct: Tensor, k: int) -> Tensor:

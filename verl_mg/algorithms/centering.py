@@ -21,11 +21,19 @@ first step E[w r] = 1, and its gradient by the log-probs of the head is c_v - c_
 -.6, since gradients of log-probs have the mean 0.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from verl_mg.algorithms import kl
 from verl_mg.algorithms.losses.policy import Metrics, masked, masked_constant
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 # Sums of float32 probabilities are 1 up to a few 1e-7: smaller tails are rounding, and count as equal.
 TAIL = 1e-6

@@ -23,16 +23,22 @@ Ratios of sequences need whole sequences: compute weights on the batch of a reci
 give them to the loss as a token column. Then micro-batches, packing and context parallelism cannot change them.
 """
 
-from collections.abc import Callable
-from typing import Literal, get_args
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, get_args
 
 from verl_mg.algorithms import kl
 from verl_mg.algorithms.aggregation import sequence_means
 from verl_mg.algorithms.losses import Metrics
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 Ratio = Literal["token", "sequence", "geometric"]
 Criterion = Literal[

@@ -14,13 +14,18 @@ part of the sum. With m = beta p + (1 - beta) q:
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import torch
 from pydantic import Field, PositiveInt
-from torch import Tensor
 
 from verl_mg.config import ConfigSection
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 DivergenceKind = Literal["reverse", "forward", "js", "skew_forward", "skew_reverse"]
 MIN_TAIL = 1e-7
@@ -87,8 +92,18 @@ class Divergence(ConfigSection):
         return {"js": (self.beta, 1 - self.beta), "skew_forward": (1.0, 0.0), "skew_reverse": (0.0, 1.0)}[self.kind]
 
     def _mixture(self, teacher: Tensor, student: Tensor) -> Tensor:
-        of_teacher = 1 - self.beta if self.kind == "skew_reverse" else self.beta
-        return torch.logaddexp(teacher + math.log(of_teacher), student + math.log(1 - of_teacher))
+        of_teacher, of_student = log_shares(self.kind, self.beta)
+        return torch.logaddexp(teacher + of_teacher, student + of_student)
+
+
+def log_shares(kind: str | None, beta: float) -> tuple[float, float]:
+    """Returns the logarithms of the shares of teacher and student in a mixture.
+
+    Args:
+        kind, beta: as of `Divergence`.
+    """
+    of_teacher = 1 - beta if kind == "skew_reverse" else beta
+    return math.log(of_teacher), math.log(1 - of_teacher)
 
 
 def top_divergence(divergence: Divergence, teacher: Tensor, student: Tensor) -> Tensor:

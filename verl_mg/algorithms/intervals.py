@@ -10,9 +10,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 CONFIDENCE = 0.95  # probability with which an interval contains the expectation over all prompts of the kind
 ENUMERATED = 14  # differences that are not 0 up to which a permutation test takes all assignments of signs

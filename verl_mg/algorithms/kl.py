@@ -1,12 +1,19 @@
 """Per-token estimates of KL(policy || reference) from the log-probabilities of sampled tokens, and their uses."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 
 def bounded(log_ratios: Tensor) -> Tensor:
@@ -31,7 +38,7 @@ def _k3(difference: Tensor) -> Tensor:
 
 ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda difference: difference,
-    "abs": torch.abs,
+    "abs": lambda difference: difference.abs(),
     "k2": lambda difference: 0.5 * difference.square(),
     "k3": _k3,
 }

@@ -1,12 +1,19 @@
 """Statistics of the difference between the log-probs of trainer and rollout engine, over any split of the tokens."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Iterable, Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from verl_mg.algorithms import kl
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 LARGEST = 300.0  # nats beyond which a difference counts as this: the square of exp(300) is still a float64
 DEPTHS = [2**power for power in range(10, 31)]

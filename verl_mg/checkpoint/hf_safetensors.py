@@ -20,17 +20,23 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.checkpoint.quantized import block_of, dequantize, misfit, packed_box, packed_names, unpack
 from verl_mg.checkpoint.safetensors_file import DTYPES, DamagedFileError, SafetensorsFile, header
+from verl_mg.dtypes import torch_dtype
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.hf_config import INDEX, SINGLE
 from verl_mg.models.tensor_tree import StackedTensor
 from verl_mg.sharding.boxes import Box, Shard, box_shape, full_box, numel, slices
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 
 class UntrainedTensors:
@@ -38,7 +44,7 @@ class UntrainedTensors:
 
     def __init__(self, directory: ModelDirectory, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, str]) -> None:
         self._directory, self._names_of_dtypes, self.shapes = directory, dtypes, shapes
-        self.dtypes: dict[str, torch.dtype] = {name: DTYPES[dtype] for name, dtype in dtypes.items()}
+        self.dtypes: dict[str, torch.dtype] = {name: torch_dtype(DTYPES[dtype]) for name, dtype in dtypes.items()}
         self._file: SafetensorsFile | None = None
 
     @classmethod

@@ -14,9 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from verl_mg.checkpoint.quantized import (
     FP8,
@@ -31,14 +29,22 @@ from verl_mg.checkpoint.quantized import (
 )
 from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES, DamagedFileError, SafetensorsFile, StoredTensor
 from verl_mg.distributed.collectives import broadcast_bytes
+from verl_mg.dtypes import dtype_name
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.hf_config import INDEX, SINGLE, weight_map
 from verl_mg.models.tensor_index import TensorIndex
 from verl_mg.models.tensor_tree import StackedTensor
 from verl_mg.sharding.boxes import BlockSize, Box, Shard, full_box
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+else:
+    dist = lazy_import("torch.distributed")
+
 ADAPTER_CONFIG, ADAPTER = "adapter_config.json", "adapter_model.safetensors"  # files of PEFT
-_FLOATS = tuple(DTYPE_NAMES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16))
+_FLOATS = tuple(DTYPE_NAMES[dtype] for dtype in ("float32", "bfloat16", "float16"))
 NO_INDEX = TensorIndex({}, tied=False)  # of tensors that are read under their names in files
 _FREQUENCIES = ".inv_freq"  # of rotary embedding, which old files have and every model computes
 
@@ -127,7 +133,9 @@ class ModelDirectory:
 
         A copy {name: tensor that it repeats} that the files have needs the same values.
         """
-        integers = {name: DTYPE_NAMES[each] for name, each in (dtypes or {}).items() if not each.is_floating_point}
+        integers = {
+            name: DTYPE_NAMES[dtype_name(each)] for name, each in (dtypes or {}).items() if not each.is_floating_point
+        }
         stacks = {place.name: place for name in shapes if (place := self.stacked.get(name))}
         for place in stacks.values():
             if self.is_packed(place):

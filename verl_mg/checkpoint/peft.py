@@ -16,25 +16,29 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from verl_mg.checkpoint.hf_safetensors import CheckpointWriter
 from verl_mg.checkpoint.safetensors_file import DamagedFileError, SafetensorsFile
 from verl_mg.config import LoraConfig
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.hf_config import SINGLE
 from verl_mg.sharding.boxes import Box, Piece, Shard, full_box, slices
 from verl_mg.sharding.model_table import SCORE, ModelTable
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # beginning of all names in PEFT's files
 VALUE_HEAD = PREFIX + SCORE  # name of a value head in PEFT's files, where it is one of `modules_to_save`
 
 Shapes = Mapping[str, tuple[int, ...]]
-ReadBox = Callable[[str, Box], Tensor]  # function (tensor of PEFT's file, box in it) -> values of the box
+ReadBox: TypeAlias = "Callable[[str, Box], Tensor]"  # function (tensor of PEFT's file, box in it) -> values of the box
 
 # With other values PEFT computes something else, or with base weights that differ from the checkpoint's.
 _SUPPORTED: Mapping[str, tuple[object, ...]] = {

@@ -20,25 +20,28 @@ bfloat16.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Container
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from verl_mg.checkpoint.safetensors_file import DTYPE_NAMES
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
+from verl_mg.models.hf_config import read_json
 from verl_mg.models.tensor_tree import StackedTensor
 from verl_mg.models.transformers_module import BLOCKS, SCALES
 from verl_mg.sharding.boxes import BlockSize, Box, scale_grid
 
-FP8 = DTYPE_NAMES[torch.float8_e4m3fn]  # name of the dtype of FP8 tensors in safetensors files
-PACKED = DTYPE_NAMES[torch.uint8]  # name of the dtype of MXFP4 tensors, and of scales in MXFP8
-SCALE_DTYPES = tuple(
-    DTYPE_NAMES[dtype] for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-)
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
+
+FP8 = DTYPE_NAMES["float8_e4m3fn"]  # name of the dtype of FP8 tensors in safetensors files
+PACKED = DTYPE_NAMES["uint8"]  # name of the dtype of MXFP4 tensors, and of scales in MXFP8
+SCALE_DTYPES = tuple(DTYPE_NAMES[dtype] for dtype in ("float32", "bfloat16", "float16", "float8_e8m0fnu"))
 """Names of the dtypes of scales."""
 MXFP8_BLOCK: BlockSize = (1, 32)  # with these blocks the bytes of E8M0 may be stored as uint8
 _SLAB = 256  # rows whose factors are in memory at a time
@@ -62,7 +65,7 @@ def declared_block(folder: Path) -> BlockSize | None:
     """Returns the size of the blocks in the quantization_config of config.json; None where it names none."""
     path = folder / "config.json"
     try:
-        block = json.loads(path.read_text(encoding="utf-8"))["quantization_config"]["weight_block_size"]
+        block = read_json(path)["quantization_config"]["weight_block_size"]
     except (OSError, ValueError, LookupError, TypeError):  # a damaged config.json is an error where the model is read
         return None
     match block:

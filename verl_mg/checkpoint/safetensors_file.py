@@ -14,28 +14,33 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from verl_mg.dtypes import ITEM_BYTES, dtype_name, torch_dtype
+from verl_mg.lazy_import import lazy_import
 from verl_mg.sharding.boxes import Box, slices
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
+
 DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e8m0fnu": "F8_E8M0",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
-"""Names of dtypes in safetensors files."""
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}  # dtypes by their names in safetensors files
+"""Names of dtypes in safetensors files, by torch's."""
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}  # torch's names by those in safetensors files
 _LENGTH_BYTES = 8
 _LONGEST_HEADER = 10**8  # the format's limit
 _CHUNK_BYTES = 2**26  # of a copy in memory at a time
@@ -62,7 +67,7 @@ def header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> tuple[
     begins = {}
     for name, (dtype, shape) in tensors.items():
         stop = start + math.prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+        entries[name] = {"dtype": DTYPE_NAMES[dtype_name(dtype)], "shape": list(shape), "data_offsets": [start, stop]}
         begins[name] = start
         start = stop
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -103,7 +108,7 @@ class SafetensorsFile:
         entry = self.tensors[name]
         if entry.dtype not in DTYPES:
             raise DamagedFileError(f"the dtype {entry.dtype} of {name!r} cannot be read")
-        dtype, count = DTYPES[entry.dtype], math.prod(entry.shape)
+        dtype, count = torch_dtype(DTYPES[entry.dtype]), math.prod(entry.shape)
         if not count:  # `frombuffer` refuses a count of 0
             return torch.empty(entry.shape, dtype=dtype)
         whole = torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._data + entry.start)
@@ -127,7 +132,7 @@ def _entry(dtype: str, shape: list[int], data_offsets: list[int]) -> StoredTenso
     start, stop = data_offsets
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, start, stop)):
         raise ValueError("a number in it is not a size")
-    size = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else stop - start
+    size = math.prod(shape) * ITEM_BYTES[DTYPES[dtype]] if dtype in DTYPES else stop - start
     if size != stop - start:
         raise ValueError(f"a tensor of shape {tuple(shape)} and dtype {dtype} has {stop - start} bytes")
     return StoredTensor(str(dtype), tuple(shape), start, stop)

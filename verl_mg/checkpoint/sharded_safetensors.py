@@ -23,13 +23,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from verl_mg.checkpoint.safetensors_file import DamagedFileError, SafetensorsFile, header
 from verl_mg.errors import UserError
 from verl_mg.sharding.boxes import Box, box_shape, full_box, intersect, slices, subtract, translate_box
 from verl_mg.stores.folders import Content, StoredFolder
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX = "index.gz"  # file that lists the keys of the boxes of all ranks
 _RANGE = re.compile(r"(\d+):(\d+)")

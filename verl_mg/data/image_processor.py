@@ -14,22 +14,24 @@ A row's tokens already have one placeholder for each feature. Policies cannot wr
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from verl_mg.errors import UserError
 from verl_mg.images import Image, RowImages
+from verl_mg.lazy_import import lazy_import
+from verl_mg.models.hf_config import read_json
 from verl_mg.models.transformers_module import read_module_config
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
     from transformers import ProcessorMixin
+else:
+    torch = lazy_import("torch")
 
 # Bytes of inputs that a processor keeps: samples of a prompt, and the passes over a batch, have the same images.
 CACHED_BYTES = 1 << 30
@@ -52,7 +54,7 @@ class ImageProcessor:
         """Returns the processor of a Hugging Face directory; None where its config.json describes no vision tower."""
         folder = Path(model_dir)
         try:
-            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            config = read_json(folder / "config.json")
         except (OSError, ValueError):
             return None  # whoever reads the model reports it
         if not isinstance(config, dict) or config.get("vision_config") is None:

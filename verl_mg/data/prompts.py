@@ -18,17 +18,20 @@ from itertools import chain
 from math import lcm
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from verl_mg.data.file_formats import Record
 from verl_mg.data.images import ImageSource
 from verl_mg.data.rendering import RenderedPrompt, render, tokenize
 from verl_mg.data.trained_turns import TrainedRow
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages
+from verl_mg.lazy_import import lazy_import
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
+else:
+    np = lazy_import("numpy")
+
 _FIELD = re.compile(r"\{(\w+)\}")
 
 

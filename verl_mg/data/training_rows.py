@@ -1,21 +1,25 @@
 """Prompts with answers as training rows: demonstrations for fine-tuning, preference pairs for DPO and reward models."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-import torch
 
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompts import Prompt
 from verl_mg.data.rendering import check_same_context, choice_of, context_of
 from verl_mg.data.trained_turns import TrainedRow
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
+else:
+    torch = lazy_import("torch")
 
 
-def demonstration(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> tuple[list[int], int]:
+def demonstration(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> tuple[list[int], int]:
     """Returns (prompt_length + answer_length + 1,) tokens of prompt, answer and end of sequence, and prompt_length.
 
     Args:
@@ -31,7 +35,7 @@ def demonstration(prompt: Prompt, tokenizer: "PreTrainedTokenizerBase", max_toke
     return _answered(prompt, prompt.answer, tokenizer, max_tokens), len(prompt.tokens)
 
 
-def _answered(prompt: Prompt, answer: str, tokenizer: "PreTrainedTokenizerBase", max_tokens: int) -> list[int]:
+def _answered(prompt: Prompt, answer: str, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> list[int]:
     """Returns the tokens of a prompt, of an answer to it, and the end of sequence."""
     if tokenizer.eos_token_id is None:
         raise UserError("the tokenizer has no eos_token. Set it in its tokenizer_config.json.")
@@ -53,7 +57,7 @@ def num_demonstrations(prompts: Sequence[Prompt]) -> int:
 
 def demonstrations_batch(
     prompts: Sequence[Prompt],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
     first_id: int,
     rank: int = 0,
@@ -81,9 +85,7 @@ def demonstrations_batch(
     return batch
 
 
-def _demonstration_row(
-    prompt: Prompt, number: int, tokenizer: "PreTrainedTokenizerBase", max_tokens: int
-) -> TrainedRow:
+def _demonstration_row(prompt: Prompt, number: int, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> TrainedRow:
     if not prompt.turns:
         tokens, length = demonstration(prompt, tokenizer, max_tokens)
         return TrainedRow(tuple(tokens), ((length, len(tokens)),))
@@ -112,7 +114,7 @@ def _imitation_batch(
 
 def preference(
     prompt: Prompt,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
     chosen_field: str = "chosen",
     rejected_field: str = "rejected",
@@ -137,7 +139,7 @@ def preference(
 
 def pairs_batch(
     prompts: Sequence[Prompt],
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: PreTrainedTokenizerBase,
     max_tokens: int,
     first_pair: int,
     chosen_field: str = "chosen",

@@ -11,13 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from errno import EIO
-from typing import Any
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from verl_mg.batch import Batch
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
+    dist = lazy_import("torch.distributed")
 
 LENGTH_BYTES = 8  # size of a length in a message, in bytes: an int64
 FIRST_BYTES = 1024 - LENGTH_BYTES
@@ -123,6 +128,16 @@ def request_bytes(num_bytes: int, rank: int, tag: int = 0) -> tuple[Tensor, dist
     return values, work
 
 
+def exchange_bytes(outgoing: Mapping[int, Tensor], sizes: Mapping[int, int]) -> dict[int, Tensor]:
+    """Sends uint8 tensors to ranks that know their `sizes`, and returns those received; both by the other rank."""
+    requested = {rank: request_bytes(size, rank) for rank, size in sizes.items() if size}
+    sends = [dist.isend(values, rank) for rank, values in outgoing.items() if values.numel()]
+    for work in [*(work for _, work in requested.values()), *sends]:
+        assert work is not None
+        work.wait()
+    return {rank: values for rank, (values, _) in requested.items()}
+
+
 class ByteSender:
     """Non-blocking sends of byte tensors to other ranks, with a limit on the bytes in flight."""
 
@@ -157,16 +172,18 @@ class ByteSender:
 
 def sum_over_ranks(reports: Sequence[Mapping[str, Any]], group: dist.ProcessGroup | None = None) -> dict[str, float]:
     """Sums scalars by name over the reports of all ranks; a missing name counts as 0."""
-    return _sum_by_name(all_gather_json(_sum_by_name(reports), group))
+    return sum_by_name(all_gather_json(sum_by_name(reports), group))
 
 
-def _sum_by_name(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def sum_by_name(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Sums scalars by name; a missing name counts as 0."""
     names = dict.fromkeys(name for report in reports for name in report)
     return {name: sum(float(report.get(name, 0.0)) for report in reports) for name in names}
 
 
-def all_reduce_sum(values: Tensor) -> Tensor:
-    """Returns the sum over all ranks of a small tensor, in float64, bitwise identical on every rank."""
+def all_reduce_sum(values: Tensor | Sequence[float | Tensor]) -> Tensor:
+    """Returns the sums over all ranks of some numbers, in float64, bitwise identical on every rank."""
+    values = torch.as_tensor(values)
     # Gathered and summed in rank order, whatever the algorithm of an all-reduce would be.
     gathered = _gather(values.detach().double().cpu())
     return gathered.view(-1, *values.shape).sum(0)

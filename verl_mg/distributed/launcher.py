@@ -2,6 +2,7 @@
 
     stop code     written by a rank that leaves after a stop request: the exit code of the launcher
     iteration     written by a rank: the iteration that is complete
+    started       written by the launcher: when it started, or starts the ranks again
     regroups      made by the launcher: ranks that leave now start again, with other nodes
     returned-PID  made by a rank whose program is complete
     key, socket   of a launcher that keeps engines, see `verl_mg.engines.engine_attachment`
@@ -20,6 +21,7 @@ from verl_mg.jsonl import replacing
 
 VARIABLE = "VERL_MG_LAUNCHER"  # environment variable with the path of the folder
 STOP_CODE, ITERATION = "stop code", "iteration"  # numbers that ranks report
+STARTED = "started"  # number that the launcher reports: milliseconds since 1970
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Launcher:
         return int(path.read_text(encoding="ascii")) if path.exists() else 0
 
     def report(self, name: str, number: int) -> None:
-        """Reports a number of this rank in place of the one before."""
+        """Reports a number in place of the one before."""
         with replacing(self.folder / name) as file:
             file.write_text(str(number), encoding="ascii")
 

@@ -45,6 +45,7 @@ class World:
     def join(cls) -> World:
         """Joins the ranks that torchrun or MPI started, and initializes the default process group."""
         device.set_default_variables()
+        device.keep_freed_memory()
         signals = Signals()
         raise_open_files_limit()
         if "RANK" in os.environ:

@@ -10,6 +10,7 @@ import_path/             what this process imports as this package
 engine_attachment        where the next rank finds the process of a lost one
 engine_nodes             an engine over several nodes
 request_tracker          requests in flight of such engines and of servers
+request_batch            requests in one message
 payloads                 shards, or changes of them, passed to an engine as one memory handle
 llm_judge                reward by a language model
 """

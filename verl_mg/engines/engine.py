@@ -19,9 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from verl_mg.data.prompts import Prompt
 from verl_mg.engines.fed_tokens import SelectedKeys, continued
@@ -29,6 +27,9 @@ from verl_mg.engines.sampled_support import SampledSupport, join_entries, join_t
 from verl_mg.engines.trajectory import NOT_GENERATED, Trajectory
 from verl_mg.errors import UserError
 from verl_mg.images import RowImages
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Finish = Literal["stop", "length", "abort", "timeout"]
 

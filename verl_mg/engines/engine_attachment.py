@@ -19,6 +19,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl_mg.distributed.launcher import Launcher
@@ -41,11 +42,16 @@ class EngineAttachment:
     digest: str  # digest of the engine's program without what differs between two starts of it
     pid: int  # process that the first rank has started
 
+    @staticmethod
+    def path_of_rank(launcher: Launcher) -> Path:
+        """Returns the path of the socket of the engine that this rank leads; it exists where the engine was kept."""
+        return launcher.folder / f"engine-{os.environ['LOCAL_RANK']}"
+
     @classmethod
     def of_rank(cls, launcher: Launcher, digest: str) -> EngineAttachment:
         """Returns the attachment of the engine that this rank leads."""
         return cls(
-            path=str(launcher.folder / f"engine-{os.environ['LOCAL_RANK']}"),
+            path=str(cls.path_of_rank(launcher)),
             launcher=str(launcher.socket),
             key=launcher.key.read_text(encoding="ascii"),
             digest=digest,

@@ -3,12 +3,12 @@
 Messages are lines of JSON (`process_engine` draws the two processes):
 
     {"arguments": {...}, "options": {...}, "attachment": {...}}     first; the response is {"ready": true, ...}
-    {"generate": ID, "request": {...}}                  -> {"sample": ID, ...}, when it is complete
+    {"generate": {...}}, of a `RequestBatch`            -> {"samples": {ID: {...}, ...}}, those completed together
     {"abort": ID}, {"abort": null}                      one request, all of them
     {"call": NUMBER, "method": NAME, "fields": {...}}   -> {"call": NUMBER, "ok": ..., "message": ...}
     {"end": null}                                       the process ends
 
-All of it runs in one event loop, a task for each message. States of the process:
+All of it runs in one event loop, a task for each call and for each request. States of the process:
 
     main: starts the engine --> serves a rank --{"end"}, or end of the stream without an attachment--> shutdown, exit
                                  |         ^
@@ -37,19 +37,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
+import gc
+import importlib
 import json
 import os
 import socket
 import sys
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from verl_mg.engines.engine_attachment import EngineAttachment, EngineListener
 from verl_mg.engines.engine_options import EngineOptions
+from verl_mg.engines.request_batch import RequestBatch
 
 LINE_LIMIT = 2**31  # largest length of a line, in bytes; asyncio's default of 64 KiB is less than a long prompt
 ABORT_RETRY_SECONDS = 0.1
@@ -62,6 +65,7 @@ MAX_BYTES = 2**28  # largest size of all results; the oldest are dropped first
 TOKEN_BYTES = 80  # size of a token with its log-prob as Python's objects
 
 T = TypeVar("T")
+Result = dict[str, Any]  # of a request, see `EngineHost.generate`
 
 
 class Host(Protocol):
@@ -87,9 +91,9 @@ class Generation:
     """A request that the engine has received, and its result."""
 
     rid: str  # id of the request in the engine
-    key: str  # result of `request_key`
+    key: str  # see `RequestBatch.keys`
     version: int  # policy version of the engine's weights at its start; -1: they were being updated
-    task: asyncio.Task[dict[str, Any]]  # generates the result
+    task: asyncio.Task[Result]  # generates the result
     can_answer: bool = True  # whether the next rank may have the result
     num_bytes: int = 0
 
@@ -156,13 +160,6 @@ class RequestLedger:
             self._num_bytes -= oldest.num_bytes
 
 
-def request_key(rid: str, request: dict[str, Any], version: int) -> str:
-    """Returns what a repeated request has in common with the first one."""
-    # rid is SAMPLE.NUMBER, and numbers differ between ranks.
-    text = json.dumps([rid.partition(".")[0], version, request], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _size(result: dict[str, Any]) -> int:
     fed = (result.get("routed_experts") or "", result.get("selected_keys") or "")
     texts = [*fed, *(result.get("support") or ()), *(result.get("top") or ())]
@@ -181,6 +178,7 @@ class EngineHost(ABC):
         self.open_requests: set[str] = set()  # ids of the requests that are not complete
         self._writer: asyncio.StreamWriter | None = None
         self._ledger: RequestLedger | None = None
+        self._results: dict[str, Result] = {}  # samples that are sent together
         self._rids: dict[str, str] = {}  # ids of the requests in the engine, by the rank's
         self._num_ranks = 0
         self._version = -1
@@ -189,12 +187,11 @@ class EngineHost(ABC):
         self._drops_newer = False
 
     @abstractmethod
-    async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Returns the sample of a request, also where it was aborted.
+    async def generate(self, requests: Mapping[str, dict[str, Any]]) -> Mapping[str, Awaitable[Result]]:
+        """Starts requests, and returns for each of them what waits for its sample, also where it is aborted.
 
         Args:
-            rid: id of the request.
-            request: fields of a `Sampling`, and those that `RequestTracker` adds.
+            requests: by their ids the fields of `RequestBatch.requests`.
 
         Returns:
             tokens, logprobs, finish ("stop", "length" or "abort"), spans (a list of {"start", "end", "version"} of
@@ -348,9 +345,7 @@ class EngineHost(ABC):
 
     def _handle(self, message: dict[str, Any]) -> None:
         if "generate" in message:
-            rid, generation = message["generate"], self._generation(message["generate"], message["request"])
-            self._rids[rid] = generation.rid
-            self._start(self._send_sample(rid, generation))
+            self._generate(RequestBatch(**message["generate"]))
         elif "abort" in message:
             self._start(self.abort_until_sent(self._rids.get(message["abort"], message["abort"])))
         else:
@@ -366,37 +361,49 @@ class EngineHost(ABC):
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def _generation(self, rid: str, request: dict[str, Any]) -> Generation:
-        """Returns the generation of a request: that of an earlier rank, or a new one."""
-        key = ""
+    def _generate(self, batch: RequestBatch) -> None:
+        """Starts requests, but those that an earlier rank has started already."""
+        requests, generations = batch.requests(), dict[str, Generation]()
+        keys = dict.fromkeys(requests, "")
         if self._ledger:
-            if self._drops_newer:  # the first request is under the weights of the checkpoint
+            if self._drops_newer:  # the first requests are under the weights of the checkpoint
                 self._ledger.drop_newer(self._version)
                 self._drops_newer = False
-            key = request_key(rid, request, self._version)
-            if repeated := self._ledger.take(key):
-                return repeated
-        unique = rid if self._num_ranks == 1 else f"{self._num_ranks}-{rid}"  # ranks use the same ids
-        self.open_requests.add(unique)
-        task = self._start(self._result(unique, request))
-        generation = Generation(unique, key, self._version, task, can_answer=self._version >= 0)
-        if self._ledger:
-            self._ledger.add(generation)
-        return generation
+            keys = batch.keys(self._version)
+            generations = {rid: kept for rid, key in keys.items() if (kept := self._ledger.take(key))}
+        if new := [rid for rid in requests if rid not in generations]:
+            # Ranks use the same ids.
+            unique = {rid: rid if self._num_ranks == 1 else f"{self._num_ranks}-{rid}" for rid in new}
+            self.open_requests.update(unique.values())
+            started = self._start(self.generate({unique[rid]: requests[rid] for rid in new}))
+            for rid in new:
+                task = self._start(self._result(unique[rid], started))
+                generations[rid] = Generation(unique[rid], keys[rid], self._version, task, self._version >= 0)
+                if self._ledger:
+                    self._ledger.add(generations[rid])
+        for rid in requests:
+            self._rids[rid] = generations[rid].rid
+            generations[rid].task.add_done_callback(partial(self._add_result, self._num_ranks, rid))
 
-    async def _result(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
+    async def _result(self, rid: str, started: Awaitable[Mapping[str, Awaitable[Result]]]) -> Result:
         try:
-            return await self.generate(rid, request)
+            return await (await started)[rid]
         except Exception as error:  # the engine rejects a request, or ends one that never started
             return {"error": f"{type(error).__name__}: {error}"}
         finally:
             self.open_requests.discard(rid)
 
-    async def _send_sample(self, rid: str, generation: Generation) -> None:
-        rank, result = self._num_ranks, await generation.task
-        if rank == self._num_ranks:  # else the rank that has requested it was lost meanwhile
-            self._rids.pop(rid, None)
-            self._send(sample=rid, **result)
+    def _add_result(self, rank: int, rid: str, task: asyncio.Task[Result]) -> None:
+        if rank != self._num_ranks:  # the rank that has requested it was lost meanwhile
+            return
+        self._rids.pop(rid, None)
+        if not self._results:  # requests that a step of the engine completes are done before the next turn of the loop
+            asyncio.get_running_loop().call_soon(self._send_results)
+        self._results[rid] = task.result()
+
+    def _send_results(self) -> None:
+        results, self._results = self._results, {}
+        self._send(samples=results)
 
     async def _call(self, number: int, method: str, fields: dict[str, Any]) -> None:
         ok, text, rank = True, "", self._num_ranks
@@ -430,19 +437,25 @@ class EngineHost(ABC):
                 self._version = -1
 
 
-def main(create: Callable[[dict[str, Any], EngineOptions, asyncio.AbstractEventLoop], Host]) -> None:
+def main(create: Callable[[dict[str, Any], EngineOptions, asyncio.AbstractEventLoop], Host], imported: str) -> None:
     """Main function of an engine process: serves messages until the stream ends.
 
-    `create` starts the engine from its arguments and options; the event loop does not run yet.
+    `create` starts the engine from its arguments and options; the event loop does not run yet. The module `imported` of
+    the engine is imported before they arrive.
     """
+    importlib.import_module(imported)
     connection = socket.socket(fileno=int(sys.argv[1]))
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)  # SGLang's tokenizer manager uses the current event loop
     reader, writer = loop.run_until_complete(asyncio.open_connection(sock=connection, limit=LINE_LIMIT))
-    first = json.loads(loop.run_until_complete(reader.readline()))
+    line = loop.run_until_complete(reader.readline())
+    if not line:  # the rank has ended, or has found an engine
+        return
+    first = json.loads(line)
     # Before the engine starts: a rank that resumes meanwhile waits at the socket instead of starting another engine.
     listener = EngineListener(EngineAttachment(**first["attachment"]), LINE_LIMIT) if first["attachment"] else None
     host = create(first["arguments"], EngineOptions.from_json(first["options"]), loop)
+    gc.freeze()  # a full collection would look at all that the engine's libraries have made
     try:
         loop.run_until_complete(host.serve(reader, writer, listener))
     finally:

@@ -14,9 +14,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from verl_mg import device
 from verl_mg.checkpoint.peft import adapter_targets
@@ -24,9 +22,15 @@ from verl_mg.config import Config
 from verl_mg.config.checks import Refusal
 from verl_mg.engines import import_path
 from verl_mg.layout import EngineLayout
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard.encoding import Wire
 from verl_mg.sharding.model_table import ModelTable
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_import("torch")
 
 # Linear layers that engines fuse: SGLang loads adapters of a part of them only together with the others.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from verl_mg.engines.sampled_support import TokenEntries, join_entries
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+else:
+    np = lazy_import("numpy")
+    torch = lazy_import("torch")
 
 CHUNK_BYTES = 2**27  # of the keys of some tokens as one byte each
 
@@ -61,7 +66,7 @@ class SelectedKeys(TokenEntries):
         return cls(torch.from_numpy(sizes), torch.from_numpy(np.concatenate(entries)))
 
 
-FedReport = TypeVar("FedReport", Tensor, SelectedKeys)
+FedReport = TypeVar("FedReport", "Tensor", SelectedKeys)
 
 
 def first_fed(report: FedReport | None, count: int) -> FedReport | None:

@@ -11,9 +11,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from verl_mg.config.checks import EngineAbilities, Refusal, refuse
 from verl_mg.engines.engine_options import EngineCase, EngineOptions, EngineProgram, inherited_environment
@@ -23,9 +21,15 @@ from verl_mg.engines.sglang import arguments as sglang
 from verl_mg.engines.vllm import arguments as vllm
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
+from verl_mg.lazy_import import lazy_import
 from verl_mg.library import is_installed
 from verl_mg.models.transformers_module import read_any_config
 from verl_mg.sharding.traced_table import EngineName
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_import("torch")
 
 
 @dataclass(frozen=True, kw_only=True)

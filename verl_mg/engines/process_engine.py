@@ -48,6 +48,7 @@ from verl_mg.engines.engine_attachment import EngineAttachment
 from verl_mg.engines.engine_options import EngineOptions, EngineProgram
 from verl_mg.engines.kinds import ProcessKind
 from verl_mg.engines.ports import BLOCK_SIZE, PortBlock
+from verl_mg.engines.request_batch import RequestBatch
 from verl_mg.engines.request_tracker import RequestTracker
 from verl_mg.errors import UserError
 
@@ -96,6 +97,13 @@ class EngineProcess:
 
         `inherited` are file descriptors that it keeps open.
         """
+        process = cls.importing(program, log, inherited)
+        process.begin(program, attachment)
+        return process
+
+    @classmethod
+    def importing(cls, program: EngineProgram, log: Path, inherited: Collection[int] = ()) -> EngineProcess:
+        """Starts the process of an engine, which imports its libraries and waits for `begin`."""
         ours, theirs = socket.socketpair()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output, theirs:  # a copy of `theirs` here would keep the stream open after the process
@@ -108,10 +116,12 @@ class EngineProcess:
                 env=dict(program.environment),
                 start_new_session=True,  # Ctrl-C is handled by the job, which ends the engine
             )
-        process = cls(program.engine, log, ours, child.pid, child)
-        complete = asdict(replace(attachment, pid=child.pid)) if attachment else None
-        process.send({"arguments": dict(program.arguments), "options": dict(program.options), "attachment": complete})
-        return process
+        return cls(program.engine, log, ours, child.pid, child)
+
+    def begin(self, program: EngineProgram, attachment: EngineAttachment | None = None) -> None:
+        """Starts the engine in its process."""
+        complete = asdict(replace(attachment, pid=self.pid)) if attachment else None
+        self.send({"arguments": dict(program.arguments), "options": dict(program.options), "attachment": complete})
 
     def wait_until_ready(self, timeout: float) -> dict[str, Any]:
         """Returns the first message, of a ready engine; UserError with what its log says where it cannot start."""
@@ -206,6 +216,30 @@ class OtherNodes(Protocol):
         ...
 
 
+class ImportingProcess:
+    """A process that imports an engine's libraries while the rank builds its models."""
+
+    def __init__(self, kind: ProcessKind, model: Path, options: EngineOptions, log: Path) -> None:
+        self.ports, self._log = PortBlock(), log
+        self._program = kind.program(model, options, self.ports.ports, "")
+        self._process = EngineProcess.importing(self._program, log, [self.ports.descriptor])
+
+    def begin(self, program: EngineProgram, log: Path, attachment: EngineAttachment | None) -> EngineProcess | None:
+        """Starts an engine in the process; None where it is another program than was expected, or its log."""
+        running = self._program
+        expected = (running.python, running.module, dict(running.environment), self._log)
+        if expected != (program.python, program.module, dict(program.environment), log):
+            self._process.kill()
+            return None
+        self._process.begin(program, attachment)
+        return self._process
+
+    def close(self) -> None:
+        """Ends the process, which has no engine."""
+        self._process.kill()
+        self.ports.close()
+
+
 class ProcessEngine(RequestTracker):
     """An engine in a separate process, started by this rank or by an earlier one.
 
@@ -222,6 +256,7 @@ class ProcessEngine(RequestTracker):
         log: Path,
         nodes: OtherNodes | None = None,
         launcher: Launcher | None = None,
+        importing: ImportingProcess | None = None,
     ) -> None:
         super().__init__(kind.limits(model, options))
         # GPU: engines release the memory of their weights, caches and graphs in sleep.
@@ -239,7 +274,7 @@ class ProcessEngine(RequestTracker):
         self._cache_tokens = 0
         self.chosen: dict[str, str] = {}
         """Kernels and sizes of the started engine, by part, as it says itself."""
-        self._launcher = launcher
+        self._launcher, self._importing = launcher, importing
         self._attachment: EngineAttachment | None = None
         if launcher:
             # Ports and address differ from start to start: with fixed ones the digest is the same for each.
@@ -247,6 +282,8 @@ class ProcessEngine(RequestTracker):
             self._attachment = EngineAttachment.of_rank(launcher, program.digest)
         if not self._find():
             self.restart()
+        elif importing:
+            importing.close()
 
     @property
     def num_adapter_readers(self) -> int:
@@ -273,15 +310,16 @@ class ProcessEngine(RequestTracker):
     def restart(self) -> None:
         """Starts a new process, without weights; unfinished requests wait for `resume`."""
         self.close()
-        self._ports = PortBlock()
+        importing, self._importing = self._importing, None
+        self._ports = importing.ports if importing else PortBlock()
         ports = self._ports.ports
         address = self._nodes.publish(ports) if self._nodes else f"127.0.0.1:{ports[1]}"
-        self._process = EngineProcess.start(
-            self.kind.program(self._model, self.options, ports, address),
-            self._log,
-            self._attachment,
-            [self._ports.descriptor],  # a process that outlives this rank keeps its ports reserved
-        )
+        program = self.kind.program(self._model, self.options, ports, address)
+        if importing:
+            self._process = importing.begin(program, self._log, self._attachment)
+        if self._process is None:
+            # A process that outlives this rank keeps its ports reserved.
+            self._process = EngineProcess.start(program, self._log, self._attachment, [self._ports.descriptor])
         if self._nodes:
             self._nodes.watch(self._process)
         self._set_size(self._process.wait_until_ready(START_SECONDS))
@@ -322,8 +360,8 @@ class ProcessEngine(RequestTracker):
         """Aborts all requests in flight."""
         self._running_process.send({"abort": None})
 
-    def _generate(self, rid: str, request: dict[str, Any]) -> None:
-        self._running_process.send({"generate": rid, "request": request})
+    def _generate(self, batch: RequestBatch) -> None:
+        self._running_process.send({"generate": vars(batch)})
 
     def _abort_request(self, rid: str) -> None:
         self._running_process.send({"abort": rid})
@@ -339,7 +377,8 @@ class ProcessEngine(RequestTracker):
         if "call" in message:
             self._results[message["call"]] = message["ok"], message["message"]
         else:
-            self._complete(message["sample"], message)
+            for rid, result in message["samples"].items():
+                self._complete(rid, result)
 
     def pause(self) -> None:
         """Stops generation between two tokens, for an update of the weights with requests in flight."""

@@ -13,18 +13,23 @@ import base64
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
-
-import numpy as np
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, get_args
 
 from verl_mg.engines.engine import Finish, Request, Sample, Sampling
 from verl_mg.engines.fed_tokens import SelectedKeys
 from verl_mg.engines.sampled_support import SampledSupport, Wire, widened
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.attention_config import IndexerConfig
 from verl_mg.models.hf_config import ExpertsConfig, HFConfig
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+else:
+    np = lazy_import("numpy")
+    torch = lazy_import("torch")
 
 # Largest log-prob: logits of hundreds in float32 are rounded by up to 1e-4, and so is their difference to the sum.
 LARGEST_LOGPROB = 1e-3
@@ -40,6 +45,7 @@ INDEXERS = "Set rollout.replay_selections=false"
 NO_SUPPORT = "Set algorithm.support=full"
 OTHER_WEIGHTS = "Let no other job send weights to this engine, and start it again"
 
+FINISHES: Sequence[str] = get_args(Finish)
 Problem = tuple[str, str]  # what is wrong with a report, and what to do
 
 
@@ -171,8 +177,8 @@ class ReportRules:
 
     def _problems(self, request: Request, sampling: Sampling, sample: Sample, newest: int) -> Iterator[Problem]:
         tokens, logprobs, versions = sample.tokens, sample.logprobs, sample.policy_versions
-        if sample.finish not in get_args(Finish):
-            yield f"ended with {sample.finish!r}, and the reasons are {', '.join(get_args(Finish))}", OTHER_VERSION
+        if sample.finish not in FINISHES:
+            yield f"ended with {sample.finish!r}, and the reasons are {', '.join(FINISHES)}", OTHER_VERSION
         if not len(tokens) == len(logprobs) == len(versions):
             lengths = f"{len(tokens)} tokens, {len(logprobs)} log-probs and {len(versions)} versions"
             yield f"has {lengths}", OTHER_VERSION

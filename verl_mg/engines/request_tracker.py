@@ -17,12 +17,14 @@ import time
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from verl_mg.engines.engine import Counts, Finish, Request, RolloutEngine, Sample, Sampling
 from verl_mg.engines.reports import ReportRules
+from verl_mg.engines.request_batch import SHARED, RequestBatch
 from verl_mg.errors import UserError
 
 ABORT_SECONDS = 10.0  # time limit of an aborted request for returning its partial sample
@@ -57,6 +59,7 @@ class RequestTracker(RolloutEngine):
         self._limits, self._request_timeout = limits, limits.request_timeout
         self._running: dict[str, _Running] = {}
         self._done: deque[Sample] = deque()
+        self._num_together = 0  # samples of the last `collect` that had any
         self._numbers = itertools.count()
         self._version = -1
         self._counts: Counter[str] = Counter()
@@ -71,17 +74,21 @@ class RequestTracker(RolloutEngine):
         return self._limits.max_running - len(self._running)
 
     def num_queue_slots(self) -> int:
-        """Returns a quarter of the running requests: enough to fill a batch without a gap."""
-        return self._limits.max_running // 4
+        """Returns a quarter of the running requests, or as many as were complete together: no step has a gap."""
+        return max(self._limits.max_running // 4, self._num_together)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Sends requests to the engine; UserError for a prompt that is empty or fills the context."""
+        deadline, new = time.monotonic() + self._request_timeout, []
+        for request in {id(request.prompt): request for request in requests}.values():
+            self._check_prompt(request)
         for request in requests:
-            self._check(request)
-            if request.remaining_tokens(sampling) <= 0:
+            self._check_length(request)
+            if request.remaining_tokens(sampling) > 0:
+                new.append(_Running(request, sampling, deadline))
+            else:
                 self._done.append(request.prepend_partial(Sample(request.id, (), (), (), "length")))
-                continue
-            self._send(_Running(request, sampling, time.monotonic() + self._request_timeout))
+        self._send(new)
 
     def collect(self, timeout: float) -> list[Sample]:
         """Returns completed samples, and aborts requests that exceed their time limit."""
@@ -89,6 +96,8 @@ class RequestTracker(RolloutEngine):
         self._abort_timed_out()
         samples = list(self._done)
         self._done.clear()
+        if samples:
+            self._num_together = min(len(samples), self._limits.max_running)
         return samples
 
     def abort_samples(self, ids: Collection[int]) -> None:
@@ -109,12 +118,12 @@ class RequestTracker(RolloutEngine):
     def resume(self) -> None:
         """Submits all requests again that were in flight when the engine was lost, with new ids."""
         unfinished, self._running = self._running, {}
-        for running in unfinished.values():
-            self._send(running)
+        for _, of_one_call in groupby(unfinished.values(), key=lambda running: id(running.sampling)):
+            self._send(list(of_one_call))
 
     @abstractmethod
-    def _generate(self, rid: str, request: dict[str, Any]) -> None:
-        """Sends a request, the fields of a `Sampling` and those that `_send` adds, with the id `rid`."""
+    def _generate(self, batch: RequestBatch) -> None:
+        """Sends requests."""
 
     @abstractmethod
     def _abort_request(self, rid: str) -> None:
@@ -127,18 +136,21 @@ class RequestTracker(RolloutEngine):
     def _complete(self, rid: str, result: dict[str, Any]) -> None:
         """Makes a sample from a result as of `EngineHost.generate`, or {"error": TEXT}; ignores unknown ids."""
         if (running := self._running.pop(rid, None)) is not None:
-            self._counts.update(self._limits.reports.check_counts(result.get("counts", {})))
+            for name, count in self._limits.reports.check_counts(result.get("counts", {})).items():
+                self._counts[name] += count
             self._done.append(running.request.prepend_partial(self._sample(running, result)))
 
-    def _check(self, request: Request) -> None:
+    def _check_length(self, request: Request) -> None:
         limit = self._limits.max_positions
-        if not request.prompt:
-            raise UserError(f"request {request.id}: the prompt is empty. Give at least one token.")
         if len(request.context) >= limit:
             raise UserError(
                 f"request {request.id}: its {len(request.context)} tokens fill the {limit} positions of the model. "
                 "Shorten the prompt."
             )
+
+    def _check_prompt(self, request: Request) -> None:
+        if not request.prompt:
+            raise UserError(f"request {request.id}: the prompt is empty. Give at least one token.")
         # A token beyond the vocabulary would end some engines.
         if (largest := max(request.prompt)) >= (vocab := self._limits.reports.vocab):
             raise UserError(
@@ -146,30 +158,49 @@ class RequestTracker(RolloutEngine):
                 "the model."
             )
 
-    def _send(self, running: _Running) -> None:
-        request, sampling = running.request, running.sampling
-        context = request.context
-        fields = asdict(sampling) | {
-            "tokens": list(context),  # in front of the first new one
-            "max_new_tokens": min(request.remaining_tokens(sampling), self._limits.max_positions - len(context)),
-            "stop_token_ids": list(sampling.stop_token_ids),
-            "stop": list(sampling.stop) if self._limits.reads_text else [],
-            "seed": request.seed if self._limits.seeded else None,
-            # Whether the sample contains the experts of each token.
-            "routed_experts": self._limits.reports.experts is not None,
-            # Whether the sample contains the keys that each token attended to.
-            "selected_keys": self._limits.reports.indexer is not None,
-            # Whether the sample contains the candidates of each token.
+    def _send(self, batch: Sequence[_Running]) -> None:
+        """Sends requests with the same sampling parameters in one message."""
+        if not batch:
+            return
+        sampling, reports = batch[0].sampling, self._limits.reports
+        shared = {name: getattr(sampling, name) for name in SHARED} | {
+            "stop": sampling.stop if self._limits.reads_text else (),
+            # Whether samples contain the experts of each token.
+            "routed_experts": reports.experts is not None,
+            # Whether samples contain the keys that each token attended to.
+            "selected_keys": reports.indexer is not None,
+            # Whether samples contain the candidates of each token.
             "returns_support": sampling.reports_support,
-            "top_logprobs": min(sampling.top_logprobs, self._limits.reports.vocab),
-            "vocab": self._limits.reports.vocab,
-            "images": [base64.b64encode(image.data).decode() for image in request.context_images],
+            "top_logprobs": min(sampling.top_logprobs, reports.vocab),
+            "vocab": reports.vocab,
         }
-        # SGLang aborts every request whose id begins with the given one: the dot keeps sample 1 apart from sample 12.
-        # The number keeps the results of a request apart from its repetitions.
-        rid = f"{request.id}.{next(self._numbers)}"
-        self._running[rid] = running
-        self._generate(rid, fields)
+        images = {image.key: image for running in batch for image in running.request.context_images}
+        contexts: list[tuple[int, ...]] = []
+        places: dict[int, int] = {}  # of contexts by identity: samples of a prompt have the same tuple
+        items = []
+        for running in batch:
+            request = running.request
+            context = request.context
+            if id(context) not in places:
+                places[id(context)] = len(contexts)
+                contexts.append(context)
+            # SGLang aborts every request whose id begins with the given one: the dot keeps sample 1 apart from sample
+            # 12. The number keeps the results of a request apart from its repetitions.
+            rid = f"{request.id}.{next(self._numbers)}"
+            self._running[rid] = running
+            items.append(
+                {
+                    "rid": rid,
+                    "context": places[id(context)],
+                    "max_new_tokens": min(
+                        request.remaining_tokens(sampling), self._limits.max_positions - len(context)
+                    ),
+                    "seed": request.seed if self._limits.seeded else None,
+                    "images": [image.key for image in request.context_images],
+                }
+            )
+        encoded = {key: base64.b64encode(image.data).decode() for key, image in images.items()}
+        self._generate(RequestBatch(shared, contexts, encoded, items))
 
     def _drain(self, deadline: float) -> None:
         """Handles messages until there is a sample, then those that have already arrived."""

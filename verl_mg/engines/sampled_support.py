@@ -12,11 +12,17 @@ import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Self, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
-import numpy as np
-import torch
-from torch import Tensor
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+else:
+    np = lazy_import("numpy")
+    torch = lazy_import("torch")
 
 Wire = Sequence[str]
 """Two arrays from the process of an engine to its rank, in base64: int32 sizes and ids of a support, or float32

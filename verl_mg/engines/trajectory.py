@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_mg.engines.fed_tokens import SelectedKeys
 from verl_mg.engines.sampled_support import SampledSupport
 from verl_mg.images import RowImages
 from verl_mg.rewards.reward import Reward
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NOT_GENERATED = -1  # policy version of tokens that no policy generated, such as observations of tools
 
@@ -20,7 +21,7 @@ MAX_SEGMENTS = 1024
 # Above the numbers of all samples. Rows of agents with names, numbered from 0, have trajectory and group ids
 # `agent * MAX_SAMPLES + sample`: for the first agent the same as without names.
 MAX_SAMPLES = 2**40
-Ids = TypeVar("Ids", int, Tensor)
+Ids = TypeVar("Ids", int, "Tensor")
 
 
 def without_agent(ids: Ids) -> Ids:

@@ -15,7 +15,6 @@ from verl_mg.config import Config, dump_config
 from verl_mg.distributed.collectives import broadcast_json
 from verl_mg.distributed.world import World
 from verl_mg.errors import UserError
-from verl_mg.evaluation.comparison import compare, format_comparison
 from verl_mg.evaluation.configuration import Target, evaluation_config
 from verl_mg.evaluation.results import Report, format_report, report_of, write_results
 from verl_mg.job.job import RunningJob
@@ -110,9 +109,3 @@ def _open(output: Path, config: Config) -> None:
                 f"--output {output}: cannot be written ({error.strerror}). Choose another folder."
             ) from None
     dist.barrier()
-
-
-def show_comparison(first: Path, second: Path, as_json: bool) -> None:
-    """Prints the comparison of the evaluations in two folders."""
-    comparison = compare(first, second)
-    print(comparison.model_dump_json(indent=2) if as_json else format_comparison(comparison))

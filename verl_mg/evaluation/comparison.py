@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from verl_mg.algorithms.intervals import mean_interval, paired_p_value
 from verl_mg.errors import UserError
 from verl_mg.evaluation.results import StoredEvaluation, interval, table
 from verl_mg.job.prompt_scores import PromptResults, part_counts
 from verl_mg.jsonl import StoredRecord
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Keys of a set's report that two evaluations usually share.
 SETTINGS = ("samples", "sampling", "pass_threshold", "reward")
@@ -144,3 +145,9 @@ def _check_prompts(name: str, a: StoredEvaluation, b: StoredEvaluation) -> None:
         f"the same records; a paired test needs the same prompts in the same order. Evaluate both with the same "
         f"data.test.{name}.path and data.test.{name}.prompts."
     )
+
+
+def show_comparison(first: Path, second: Path, as_json: bool) -> None:
+    """Prints the comparison of the evaluations in two folders."""
+    comparison = compare(first, second)
+    print(comparison.model_dump_json(indent=2) if as_json else format_comparison(comparison))

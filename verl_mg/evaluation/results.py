@@ -13,15 +13,17 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_mg.algorithms.intervals import CONFIDENCE, mean_interval
 from verl_mg.config import Config, Count
 from verl_mg.data import Prompt
 from verl_mg.errors import UserError
-from verl_mg.job.evaluation import SetResults
 from verl_mg.job.prompt_scores import PromptResults, Scores, is_bounded, known, prompt_scores, samples_with
 from verl_mg.jsonl import StoredRecord, replacing
+
+if TYPE_CHECKING:
+    from verl_mg.job.evaluation import SetResults
 
 REPORT, PROMPTS = "evaluation.json", "prompts.jsonl"
 EVALUATE_AGAIN = ". Evaluate again."  # remedy of a damaged file

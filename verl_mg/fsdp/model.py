@@ -40,8 +40,9 @@ from verl_mg.layout import Layout
 from verl_mg.models.hf_config import other_choice
 from verl_mg.models.transformers_module import has_images, meta_module, read_module_config, takes, text_fields
 from verl_mg.sharding.model_table import Head
-from verl_mg.training.logprobs import EVERYTHING, OutputLayer, TokenOutputs, VocabularyShard
+from verl_mg.training.logprobs import EVERYTHING, TokenOutputs, VocabularyShard
 from verl_mg.training.microbatch import MicroBatch
+from verl_mg.training.output_layer import OutputLayer
 
 HEAD = "score"  # name of the value head's module
 GROUPED_BYTES = 16  # divisor of the rows of matrices in torch's grouped product

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from verl_mg import device
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
-from verl_mg.config import GuardConfig, OptimizerConfig, TrainableConfig
-from verl_mg.errors import UserError
+from verl_mg.config import GuardConfig, OptimizerConfig
 from verl_mg.fsdp.model import local_part
 from verl_mg.fsdp.model_runner import FsdpRunner
+from verl_mg.fsdp.options import check_optimizer
 from verl_mg.sharding.boxes import full_box
 from verl_mg.training.runner import LossClosure, Report
 from verl_mg.training.storages import storages, storages_here
@@ -183,26 +183,3 @@ class FsdpTrainer(Trainer):
             for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True)
             if not placement.is_replicate()
         )
-
-
-def check_trainable(role: TrainableConfig, name: str) -> None:
-    """Checks that the backend can train a role as it is configured."""
-    check_optimizer(role.optimizer, name)
-    if isinstance(role.recompute, list):
-        raise UserError(f"{name}.recompute: no parts of layers with backend: fsdp. Write true or false.")
-
-
-def check_optimizer(config: OptimizerConfig, name: str) -> None:
-    """Checks that the backend has the optimizer of a configuration."""
-    for key, given, value in (
-        ("kind", config.kind, "adamw"),
-        ("moments_dtype", config.moments_dtype, "float32"),
-        ("cpu_offload", config.cpu_offload, False),
-    ):
-        if given != value:
-            hint = (
-                " Write fsdp.cpu_offload=true, which keeps the weights in host memory too."
-                if key == "cpu_offload"
-                else ""
-            )
-            raise UserError(f"{name}.optimizer.{key}: {given} is not possible with backend: fsdp. Write {value}.{hint}")

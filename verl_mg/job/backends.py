@@ -22,7 +22,8 @@ from verl_mg.errors import UserError
 from verl_mg.fsdp.family_check import FamilyChecks
 from verl_mg.fsdp.mesh import MeshGroups, check_mesh
 from verl_mg.fsdp.model_runner import FsdpRunner
-from verl_mg.fsdp.trainer import FsdpTrainer, check_trainable
+from verl_mg.fsdp.options import check_trainable
+from verl_mg.fsdp.trainer import FsdpTrainer
 from verl_mg.layout import Placement
 from verl_mg.layout.suggest import resolve_layout
 from verl_mg.megatron.balance_losses import check_balance_losses

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from verl_mg import device
@@ -18,7 +19,7 @@ from verl_mg.engines.engine_nodes import FollowingNode, LeadingNode, node_addres
 from verl_mg.engines.engine_options import AdapterSettings, EngineNodes, EngineOptions
 from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.engines.kinds import ENGINES
-from verl_mg.engines.process_engine import ProcessEngine
+from verl_mg.engines.process_engine import ImportingProcess, ProcessEngine
 from verl_mg.engines.stop_strings import Decode, StopStringEngine
 from verl_mg.job.engine_tables import with_engine_table
 from verl_mg.layout import EngineLayout, EnginePlacement
@@ -27,6 +28,7 @@ from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor
 from verl_mg.rollout.engine_group import EngineGroup, HFEngineGroup, ProcessEngineGroup, WrapEngine
 from verl_mg.rollout.remote_engine_group import build_remote_engines
+from verl_mg.sharding.model_table import ModelTable
 from verl_mg.weight_sync.adapters import AdapterSync
 from verl_mg.weight_sync.ipc import ProcessEngineSync, engine_groups
 
@@ -81,6 +83,24 @@ def with_stop_strings(decode: Decode, wrap: WrapEngine) -> WrapEngine:
     return lambda engine: wrap(StopStringEngine(engine, decode))
 
 
+def start_imports(config: Config, table: ModelTable) -> ImportingProcess | None:
+    """Starts the process of the engine that this rank leads, as far as is known before models are built."""
+    rollout, kind = config.rollout, ENGINES[config.rollout.engine].process
+    keeper = _keeper()
+    if kind is None or rollout.has_servers or (keeper and EngineAttachment.path_of_rank(keeper).exists()):
+        return None
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    ranks = tuple(range(world_size)[-rollout.num_ranks :])
+    # Most often engines have neighbouring ranks. Otherwise the process of a rank that leads none is ended.
+    placement = EnginePlacement(EngineLayout.parse(rollout.layout), ranks)
+    part = engine_part(placement, rank, device.ranks_of_a_node(world_size))
+    if part is None or part.nodes.count > 1:
+        return None
+    dtype: torch.dtype = getattr(torch, config.dtype_of("actor"))
+    options = part_options(EngineOptions.of_job(config, dtype, table), placement, part)
+    return ImportingProcess(kind, config.model.path, options, _log(config, part))
+
+
 def build_engine_group(
     config: Config,
     actor: Actor,
@@ -89,10 +109,12 @@ def build_engine_group(
     processor: ImageProcessor | None = None,
     decode: Decode | None = None,
     longest_row: int | None = None,
+    importing: ImportingProcess | None = None,
 ) -> EngineGroup:
     """Returns the engines, without weights until the first transfer; they compute in the dtype of the actor.
 
-    `processor` is given for a model that reads images, `decode` and `longest_row` are only for the engine hf.
+    `processor` is given for a model that reads images, `decode` and `longest_row` are only for the engine hf,
+    `importing` is from `start_imports`.
     """
     rollout, dtype, kind = config.rollout, actor.runner.dtype, ENGINES[config.rollout.engine].process
     if kind is None:
@@ -131,7 +153,9 @@ def build_engine_group(
             leading = LeadingNode(context.store, part.number, part.nodes.address)
             inner = ProcessEngine(kind, model, options, log, leading)
         else:
-            inner = ProcessEngine(kind, model, options, log, launcher=_keeper())
+            inner = ProcessEngine(kind, model, options, log, launcher=_keeper(), importing=importing)
+    if importing and inner is None:  # another rank leads the engine
+        importing.close()
     # The job that was lost may have had another placement: its engine on this rank would keep the device's memory.
     if inner is None and (launcher := _keeper()):
         EngineAttachment.of_rank(launcher, NO_ENGINE).find(END_SECONDS)

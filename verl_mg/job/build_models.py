@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from verl_mg.config import Config, FrozenConfig, TrainableConfig
 from verl_mg.data.prompts import Prompt
 from verl_mg.errors import UserError
 from verl_mg.job.backends import BACKENDS, Training, naming
+from verl_mg.job.recipe import MODEL_ROLES, TEACHERS
 from verl_mg.layout import Placement, parse_ranks
 from verl_mg.models.hf_config import UnknownFamilyError
 from verl_mg.roles.context import JobContext
@@ -29,18 +30,11 @@ from verl_mg.roles.role import Batching, Role
 from verl_mg.training.microbatch import SAMPLER_TOP
 from verl_mg.training.model_spec import ModelSpec
 
-MODEL_ROLES: dict[str, type[Role]] = {
-    "actor": Actor,
-    "critic": Critic,
-    "reward_model": TrainableRewardModel,
-    "frozen_reward_model": RewardModel,
-    "process_reward": Actor,
-    "reference": Reference,
-}
+CLASSES: Mapping[str, type[Role]] = dict(
+    zip(MODEL_ROLES, (Actor, Critic, TrainableRewardModel, RewardModel, Actor, Reference), strict=True)
+)
 """Class of each model role by name; its configuration section has the same name, except those in SECTIONS."""
 SECTIONS = {"frozen_reward_model": "reward_model"}
-TEACHERS = "teachers"
-"""Role of a recipe that has a model role `teachers.NAME` for each teacher of the configuration."""
 
 
 class ModelRoleBuilder:
@@ -180,7 +174,7 @@ class ModelRoleBuilder:
 
 def kind_of(role: str) -> type[Role]:
     """Returns the class of a model role."""
-    return Policy if role.startswith(f"{TEACHERS}.") else MODEL_ROLES[role]
+    return Policy if role.startswith(f"{TEACHERS}.") else CLASSES[role]
 
 
 def config_section_of(role: str) -> str:

@@ -11,7 +11,7 @@ from verl_mg.data import PromptFeed
 from verl_mg.data.prompts import teacher_prompt
 from verl_mg.engines.scoring_server import ScoringServer
 from verl_mg.errors import UserError
-from verl_mg.job.build_models import TEACHERS
+from verl_mg.job.recipe import TEACHERS
 from verl_mg.models.transformers_module import read_any_config, read_tokenizer
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Policy

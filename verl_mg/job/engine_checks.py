@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from verl_mg import device
 from verl_mg.checkpoint.peft import adapter_targets
@@ -14,15 +12,28 @@ from verl_mg.config.checks import REFUSALS, JobCase, Refusal, refuse, under
 from verl_mg.engines.engine_options import FUSED, EngineCase
 from verl_mg.engines.kinds import ENGINES
 from verl_mg.errors import UserError
-from verl_mg.job.engine_tables import with_engine_table
 from verl_mg.layout import EngineLayout, EnginePlacement
 from verl_mg.layout.suggest import resolve_engine_layout
+from verl_mg.lazy_import import lazy_import
 from verl_mg.reshard.encode import check_engine_blocks
 from verl_mg.reshard.encoding import encoding_of
-from verl_mg.rollout.remote_engine_group import read_urls, server_keys, server_leaders, server_requirements
-from verl_mg.servers.paired_engine import check_addresses, probe_entry
 from verl_mg.sharding.model_table import ModelTable
-from verl_mg.weight_sync.shards import table_obstacle
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from verl_mg.job import engine_tables
+    from verl_mg.rollout import remote_engine_group
+    from verl_mg.servers import paired_engine
+    from verl_mg.weight_sync import shards
+else:
+    torch = lazy_import("torch")
+    dist = lazy_import("torch.distributed")
+    engine_tables = lazy_import("verl_mg.job.engine_tables")
+    remote_engine_group = lazy_import("verl_mg.rollout.remote_engine_group")
+    paired_engine = lazy_import("verl_mg.servers.paired_engine")
+    shards = lazy_import("verl_mg.weight_sync.shards")
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,7 @@ def check_engines(config: Config, table: ModelTable, ranks: int) -> None:
                 table, case.layout, case.actor_dtype, case.extra, rollout.wire, blackwell=device.is_blackwell()
             )
             refuse(kind.gpu_refusals, of_gpus)
-        table = with_engine_table(config, table)
+        table = engine_tables.with_engine_table(config, table)
         resolve_engine_layout(
             case.layout,
             case.engine_ranks,
@@ -106,8 +117,8 @@ def check_engines(config: Config, table: ModelTable, ranks: int) -> None:
 def _check_servers(config: Config, table: ModelTable) -> None:
     """Checks the addresses, and this rank's servers; UserError if one does not fit."""
     rollout = config.rollout
-    listed = read_urls(rollout.urls_file) if rollout.urls_file else []
-    check_addresses([*rollout.urls, *listed])
+    listed = remote_engine_group.read_urls(rollout.urls_file) if rollout.urls_file else []
+    paired_engine.check_addresses([*rollout.urls, *listed])
     if rollout.urls_file and not (rollout.urls or listed):
         raise UserError(f"rollout.urls_file={rollout.urls_file}: names no server. Write one address a line.")
     if rollout.weight_transfer == "disk" and (folder := rollout.shared_folder):
@@ -118,11 +129,12 @@ def _check_servers(config: Config, table: ModelTable) -> None:
                 f"rollout.shared_folder={folder}: cannot be made ({error.strerror}). Name a folder that job and "
                 "servers see under the same path."
             ) from None
-    keys, leaders = server_keys(config), server_leaders(config)
+    keys, leaders = remote_engine_group.server_keys(config), remote_engine_group.server_leaders(config)
     for number, url in enumerate(rollout.urls):
         # One rank probes each server. Which rank leads it later is decided by the `ServerList`.
         if leaders[number % len(leaders)] == dist.get_rank():
-            layouts = probe_entry(url, server_requirements(config, table), keys)
-            obstacle = "".join(table_obstacle(table, EngineLayout.parse(layout), rollout.wire) for layout in layouts)
+            layouts = paired_engine.probe_entry(url, remote_engine_group.server_requirements(config, table), keys)
+            parsed = map(EngineLayout.parse, layouts)
+            obstacle = "".join(shards.table_obstacle(table, layout, rollout.wire) for layout in parsed)
             if obstacle and (rollout.delta or rollout.wire != "cast"):
                 raise UserError(f"{url}: cannot receive shards: {obstacle}. Start the server with another layout.")

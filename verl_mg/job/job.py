@@ -15,74 +15,42 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import Store
-
-from verl_mg.agents.tool_calls import unread_reasoning
-from verl_mg.agents.tools.load import load_tools
-from verl_mg.agents.tools.multi_turn import MultiTurnEngine
-from verl_mg.batch import Batch
 from verl_mg.choice import Choice
-from verl_mg.config import Config
-from verl_mg.config.effects import check_effects
-from verl_mg.data import (
-    Prompt,
-    PromptFeed,
-    Prompts,
-    demonstrations_batch,
-    longest_row,
-    num_demonstrations,
-    pairs_batch,
-    read_prompts,
-    reward_key,
-)
-from verl_mg.data.image_processor import ImageProcessor
-from verl_mg.data.images import ImageLimits
-from verl_mg.data.stop_tokens import read_stop_tokens
-from verl_mg.data.template_options import check_options_are_used, set_template_options
-from verl_mg.distributed import collectives
-from verl_mg.engines import RolloutEngine
-from verl_mg.engines.request_tracker import routed_shape
-from verl_mg.engines.stop_strings import decoder
+from verl_mg.data import demonstrations_batch, num_demonstrations, pairs_batch
 from verl_mg.errors import UserError
-from verl_mg.job.build_agents import agent_wrapper, turns_wrapper
-from verl_mg.job.build_engines import (
-    build_engine_group,
-    passed_choices,
-    training_sampling,
-    with_stop_strings,
-)
-from verl_mg.job.build_models import TEACHERS, ModelRoleBuilder
-from verl_mg.job.build_teachers import build_teachers
-from verl_mg.job.engine_checks import check_engines, check_job
-from verl_mg.job.engine_tables import actor_table
-from verl_mg.job.evaluation import SetResults, evaluate, evaluation_sets, metrics_of
-from verl_mg.models.transformers_module import read_any_config, read_tokenizer
+from verl_mg.lazy_import import lazy_import
 from verl_mg.phase_timer import PhaseTimer
-from verl_mg.rewards import load_rewards
-from verl_mg.roles.context import JobContext
-from verl_mg.roles.models import Actor, Critic, Policy, Reference, RewardModel, TrainableRewardModel, TrainableRole
-from verl_mg.roles.reward import RewardRole, SampleTexts
-from verl_mg.roles.role import Role
-from verl_mg.roles.teachers import Teachers
-from verl_mg.rollout.async_rollout import AsyncRollout
-from verl_mg.rollout.engine_group import EngineGroup, InFlightEngineGroup, WrapEngine
-from verl_mg.rollout.groups import StalenessBound
-from verl_mg.rollout.mismatch_check import MismatchCheck
-from verl_mg.rollout.rollout import Rollout, RolloutSetup, RolloutSource
-from verl_mg.rollout.sync_rollout import SyncRollout
-from verl_mg.rows.samples import OptionalColumns, RolloutRecord
-from verl_mg.training.runner import Runner
-from verl_mg.weight_sync.kept_weights import KeptWeights
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
+    from torch.distributed import Store
+
+    from verl_mg.batch import Batch
+    from verl_mg.config import Config
+    from verl_mg.data import Prompt
+    from verl_mg.distributed import collectives
+    from verl_mg.job import build_engines, build_job, evaluation
+    from verl_mg.roles import models
+    from verl_mg.roles.models import Actor, Critic, Policy, Reference, RewardModel, TrainableRewardModel, TrainableRole
+    from verl_mg.roles.reward import RewardRole
+    from verl_mg.roles.teachers import Teachers
+    from verl_mg.rollout.rollout import RolloutSource
+    from verl_mg.training.runner import Runner
+    from verl_mg.weight_sync.kept_weights import KeptWeights
+else:  # a recipe names the job, and is read where none is built
+    dist = lazy_import("torch.distributed")
+    collectives = lazy_import("verl_mg.distributed.collectives")
+    build_engines = lazy_import("verl_mg.job.build_engines")
+    build_job = lazy_import("verl_mg.job.build_job")
+    evaluation = lazy_import("verl_mg.job.evaluation")
+    models = lazy_import("verl_mg.roles.models")
 
 log = logging.getLogger(__name__)
-R = TypeVar("R", bound=Role)
 
 
 class RunningJob:
@@ -107,6 +75,7 @@ class RunningJob:
         from_checkpoint: bool = False,
         evaluates_only: bool = False,
         starts_engines: bool = True,
+        timer: PhaseTimer | None = None,
     ) -> None:
         """Builds the requested roles.
 
@@ -120,87 +89,86 @@ class RunningJob:
             from_checkpoint: read no weights that a checkpoint restores before `start`.
             evaluates_only: `prompts` are the prompts of `data.test`, and `data.train` is not read.
             starts_engines: whether the engines are started, and not only checked.
+            timer: timer of this rank, which may have measured phases before.
         """
         self.config, self.requested, self._recipe = config, frozenset(roles), recipe
-        self.context = JobContext(store, PhaseTimer(config.profile.synchronize))
         self.iteration = self.next_row = 0
         self.state: dict[str, float | Batch] = {}
-        torch.manual_seed(config.job.seed)
-        # Checks come first, because a wrong key should cost seconds, not the time of loading models.
-        if not evaluates_only:  # a configuration of evaluations is that of the run, or has few keys
-            check_effects(config, roles)
-        models = self._checked_models(learns, from_checkpoint, has_engines="rollout" in roles and rollout is None)
-        self._read_data(evaluates_only)
-        models.check_images(roles, self.prompts)
-        # Models before engines: an engine sizes its cache by the memory that is free when it starts.
-        self._build_models(models)
-        records: list[RolloutRecord] = []
-        self._reward = self._build_reward(records) if "reward" in roles else None
-        self._multi_turn: MultiTurnEngine | None = None
-        self._rollout: RolloutSource | None = None
-        self._engines: EngineGroup | None = None
-        self._check: MismatchCheck | None = None
-        if "rollout" in roles and starts_engines:
-            self._rollout = self._build_rollout(records, learns) if rollout is None else rollout()
+        timer = timer or PhaseTimer()
+        timer.exact = config.profile.synchronize
+        self._parts = build_job.build_job(
+            config,
+            self.requested,
+            store,
+            timer,
+            rollout,
+            learns=learns,
+            from_checkpoint=from_checkpoint,
+            evaluates_only=evaluates_only,
+            starts_engines=starts_engines,
+        )
+        self.context, self.roles = self._parts.context, self._parts.roles
+        data = self._parts.data
+        self.tokenizer, self.processor, self.sample_texts = data.tokenizer, data.processor, data.sample_texts
+        self.prompts, self.test_prompts = data.prompts, data.test_prompts
+        self._max_positions = data.model.max_positions
 
     # -- roles
 
     @property
     def actor(self) -> Actor:
         """The policy that is trained."""
-        return self._role("actor", Actor)
+        return self._role("actor")
 
     @property
     def reference(self) -> Policy:
         """The frozen reference policy or teacher."""
-        return self._role("reference", Policy)
+        return self._role("reference")
 
     @property
     def teachers(self) -> Teachers:
         """The teachers of the samples, each of which has its sources of data."""
-        self._require(TEACHERS)
-        assert self._teachers is not None
-        return self._teachers
+        self._require("teachers")
+        assert self._parts.teachers is not None
+        return self._parts.teachers
 
     @property
     def critic(self) -> Critic:
         """The value model that is trained."""
-        return self._role("critic", Critic)
+        return self._role("critic")
 
     @property
     def reward_model(self) -> TrainableRewardModel:
         """The reward model that is trained."""
-        return self._role("reward_model", TrainableRewardModel)
+        return self._role("reward_model")
 
     @property
     def frozen_reward_model(self) -> RewardModel:
         """The reward model that scores responses."""
-        return self._role("frozen_reward_model", RewardModel)
+        return self._role("frozen_reward_model")
 
     @property
     def process_reward(self) -> Actor:
         """The language model that is trained as an implicit process reward model."""
-        return self._role("process_reward", Actor)
+        return self._role("process_reward")
 
     @property
     def rollout(self) -> RolloutSource:
         """Generates responses with the rollout engines, or replays recorded ones."""
         self._require("rollout")
-        assert self._rollout is not None
-        return self._rollout
+        assert self._parts.rollout is not None
+        return self._parts.rollout
 
     @property
     def reward(self) -> RewardRole:
         """Scores responses with the reward functions of the configuration."""
         self._require("reward")
-        assert self._reward is not None
-        return self._reward
+        assert self._parts.reward is not None
+        return self._parts.reward
 
-    def _role(self, name: str, kind: type[R]) -> R:
+    def _role(self, name: str) -> Any:
         self._require(name)
-        role = self.roles[name]
-        assert isinstance(role, kind)
-        return role
+        return self.roles[name]
 
     def _require(self, name: str) -> None:
         if name not in self.requested:
@@ -213,12 +181,13 @@ class RunningJob:
     @property
     def trained(self) -> dict[str, TrainableRole]:
         """The roles that learn, by name."""
-        return {name: role for name, role in self.roles.items() if isinstance(role, TrainableRole)}
+        return {name: role for name, role in self.roles.items() if isinstance(role, models.TrainableRole)}
 
     @property
     def refreshed(self) -> dict[str, Reference]:
         """The frozen roles whose weights have changed or will, by name."""
-        return {name: role for name, role in self.roles.items() if isinstance(role, Reference) and role.is_refreshed}
+        frozen = {name: role for name, role in self.roles.items() if isinstance(role, models.Reference)}
+        return {name: role for name, role in frozen.items() if role.is_refreshed}
 
     @property
     def trained_batches(self) -> list[Batch]:
@@ -242,12 +211,12 @@ class RunningJob:
         if "rollout" not in self.requested:
             return rows
         title = f"engine {self.config.rollout.engine}"
-        if self._engines:
-            of_engine = self._engines.chosen()
+        if self._parts.engines:
+            of_engine = self._parts.engines.chosen()
         else:
-            title, of_engine = f"{title}, not started", passed_choices(self.config, self.actor)
+            title, of_engine = f"{title}, not started", build_engines.passed_choices(self.config, self.actor)
         unused = () if self.actor.runner.table.config.experts else ("experts",)
-        of_engine = of_engine | self._stops.described(self.tokenizer)
+        of_engine = of_engine | self._parts.data.stops.described(self.tokenizer)
         return rows | {title: [Choice(part, how) for part, how in of_engine.items() if part not in unused]}
 
     # -- around an iteration
@@ -257,15 +226,15 @@ class RunningJob:
         for name, role in self.roles.items():
             if role.runner.unrestored:  # with `from_checkpoint`, these weights were not read from the model directory
                 raise RuntimeError(f"{name}: no checkpoint has restored {', '.join(sorted(role.runner.unrestored))}")
-        if self._rollout is not None:
-            self._rollout.update_weights(self.actor)
-            if self._engines and self._check:
-                self._check.probe(self._engines)
-            self._rollout.start_generating()
+        if self._parts.rollout is not None:
+            self._parts.rollout.update_weights(self.actor)
+            if self._parts.engines and self._parts.check:
+                self._parts.check.probe(self._parts.engines)
+            self._parts.rollout.start_generating()
 
     def kept_weights(self, version: int) -> KeptWeights | str:
         """Returns the actor's weights of a version that engines have kept, see `EngineGroup.take_back`."""
-        return self._engines.take_back(self.actor.runner, version) if self._engines else ""
+        return self._parts.engines.take_back(self.actor.runner, version) if self._parts.engines else ""
 
     def begin(self, iteration: int) -> dict[str, float]:
         """Prepares an iteration before the recipe is called.
@@ -280,13 +249,13 @@ class RunningJob:
         for role in self.trained.values():
             role.trained_batches = []
         metrics = self._refresh_reference()
-        if self._rollout is not None:
-            self._rollout.start_iteration(iteration, iteration == self.config.job.iterations)
-        return metrics | (self._reward.start_iteration() if self._reward is not None else {})
+        if self._parts.rollout is not None:
+            self._parts.rollout.start_iteration(iteration, iteration == self.config.job.iterations)
+        return metrics | (self._parts.reward.start_iteration() if self._parts.reward is not None else {})
 
     def _refresh_reference(self) -> dict[str, float]:
         every, reference = self.config.reference.refresh_every, self.roles.get("reference")
-        if every is None or not isinstance(reference, Reference):
+        if every is None or not isinstance(reference, models.Reference):
             return {}
         # Before an iteration, where no role call is pending. Before the first one there was no update.
         if is_due := self.iteration > 1 and (self.iteration - 1) % every == 0:
@@ -303,14 +272,12 @@ class RunningJob:
 
     def close(self) -> None:
         """Stops the engines, and releases the tools and the reward functions."""
-        for part in (self._rollout, self._multi_turn, self._reward):
-            if part is not None:
-                part.close()
+        self._parts.close()
 
     # -- collectives over all rows of all ranks
 
-    def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """Returns the sum over all ranks of a small tensor, in float64, bitwise identical on every rank."""
+    def all_reduce_sum(self, values: Tensor | Sequence[float | Tensor]) -> Tensor:
+        """Returns the sums over all ranks of some numbers, in float64, bitwise identical on every rank."""
         return collectives.all_reduce_sum(values)
 
     def all_gather_column(self, batch: Batch, name: str) -> Tensor:
@@ -348,152 +315,27 @@ class RunningJob:
     def sft_batch(self, prompts: Sequence[Prompt]) -> Batch:
         """Returns this rank's share of rows for supervised fine-tuning, which train what `data.loss_on` says."""
         first, self.next_row = self.next_row, self.next_row + num_demonstrations(prompts)
-        return demonstrations_batch(prompts, self.tokenizer, self._model.max_positions, first, *self._place)
+        return demonstrations_batch(prompts, self.tokenizer, self._max_positions, first, *_place())
 
     def preference_batch(self, prompts: Sequence[Prompt]) -> Batch:
         """Returns this rank's share of rows for preference learning: a chosen and a rejected answer to each prompt."""
         first, self.next_row = self.next_row, self.next_row + len(prompts)
         fields = (self.config.data.chosen_field, self.config.data.rejected_field)
-        return pairs_batch(prompts, self.tokenizer, self._model.max_positions, first, *fields, *self._place)
+        return pairs_batch(prompts, self.tokenizer, self._max_positions, first, *fields, *_place())
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates the policy on the test prompts; returns {} without `data.test` or without engines."""
         if self.test_prompts is None or self.rollout.is_replay:
             return {}
         started = time.perf_counter()
-        metrics = metrics_of(self.evaluate_sets())
+        metrics = evaluation.metrics_of(self.evaluate_sets())
         return metrics | {"time/evaluation_wait": time.perf_counter() - started}
 
-    def evaluate_sets(self) -> list[SetResults]:
+    def evaluate_sets(self) -> list[evaluation.SetResults]:
         """Evaluates the policy on the sets of `data.test`; all ranks call it together and have all results."""
         names = self.config.rollout.agent_names
-        return evaluate(self.rollout, self.reward, self.test_prompts or (), self._sets, names)
+        return evaluation.evaluate(self.rollout, self.reward, self.test_prompts or (), self._parts.data.sets, names)
 
-    # -- building
 
-    def _checked_models(self, learns: bool, from_checkpoint: bool, has_engines: bool) -> ModelRoleBuilder:
-        """Checks what can be checked without data and models, and returns the builder of the models."""
-        config, ranks = self.config, dist.get_world_size()
-        training = ranks - check_job(config, ranks).separate_ranks if has_engines else ranks
-        models = ModelRoleBuilder(config, training, self.context, learns, from_checkpoint)
-        models.check(self.requested, f" with rollout.num_ranks={ranks - training}" if training < ranks else "")
-        if has_engines:
-            check_engines(config, actor_table(config), ranks)
-        return models
-
-    def _read_data(self, evaluates_only: bool) -> None:
-        config, path = self.config, self.config.model.path
-        self._sets, self._evaluates_only = evaluation_sets(config), evaluates_only
-        self.tokenizer, self.processor = read_tokenizer(path), ImageProcessor.read(path)
-        set_template_options(config.rollout.chat_template_options, self.tokenizer, self.processor)
-        self._model, self._place = read_any_config(path), (dist.get_rank(), dist.get_world_size())
-        self._stops = read_stop_tokens(path, self.tokenizer)
-        self._tools = load_tools(config.rollout.tools)
-        self._schemas = [tool.schema for tool in self._tools]
-        report = print if config.job.console and dist.get_rank() == 0 else None
-        if report and (warning := unread_reasoning(config.rollout, self.tokenizer)):
-            report(warning)
-        options: dict[str, Any] = {"seed": config.job.seed, "tools": self._schemas, "report": report}
-        options["processor"] = self.processor
-        self.test_prompts: Prompts | None = None
-        if config.data.test is not None:
-            self.test_prompts = read_prompts(config.data, "test", self.tokenizer, **options)
-        if not evaluates_only:
-            self.prompts = PromptFeed(read_prompts(config.data, "train", self.tokenizer, **options))
-        else:
-            assert self.test_prompts is not None
-            self.prompts = PromptFeed(self.test_prompts)
-        self.sample_texts = SampleTexts(self.prompts, self.tokenizer, self._stops.ids)
-        if config.rollout.chat_template_options and not (config.rollout.has_agents or self._tools):
-            check_options_are_used([*self.prompts, *(self.test_prompts or ())])
-
-    def _build_models(self, models: ModelRoleBuilder) -> None:
-        self.roles: Mapping[str, Role] = {name: models.build(name) for name in models.model_roles(self.requested)}
-        if self.config.reference.refresh_every and "reference" in self.requested:
-            self._follow_actor()
-        self._teachers: Teachers | None = None
-        if TEACHERS in self.requested:
-            self._teachers = build_teachers(
-                self.config, self.roles, self.prompts, self.tokenizer, self._schemas, self._stops.ids, self.context
-            )
-
-    def _follow_actor(self) -> None:
-        try:
-            self._role("reference", Reference).follow(self.actor)
-        except UserError as error:
-            raise UserError(
-                f"reference.refresh_every: the weights of the actor do not fit the reference ({error}). "
-                "Leave it out, or reference.path."
-            ) from None
-
-    def _build_reward(self, records: list[RolloutRecord]) -> RewardRole:
-        config, model = self.config.reward, self.frozen_reward_model if self.config.reward.from_model else None
-        scorer = None if config.from_model else load_rewards(config)
-        has_agents = self.config.rollout.has_agents
-        of_sources = {
-            reward_key(which, name): load_rewards(source.reward)
-            for which in ("train", "test")
-            if isinstance(sources := getattr(self.config.data, which), dict)
-            for name, source in sources.items()
-            if source.reward
-        }
-        names = self.config.rollout.agent_names
-        return RewardRole(scorer, self.sample_texts, self.context, records, model, has_agents, of_sources, names)
-
-    def _build_rollout(self, records: list[RolloutRecord], learns: bool) -> Rollout:
-        config, model, decode = self.config.rollout, self._model, decoder(self.tokenizer)
-        prompts, new_tokens = () if self._evaluates_only else self.prompts, config.max_new_tokens
-        longest = longest_row(prompts, {}, new_tokens, model.max_positions)
-        of_test = {of_set.name: int(of_set.sampling["max_new_tokens"]) for of_set in self._sets}
-        longest_test = longest_row(self.test_prompts or (), of_test, new_tokens, model.max_positions)
-        excluded = self.processor.placeholder_ids if self.processor else ()
-        sampling = training_sampling(self.config, model.vocab, self._stops.ids, excluded)
-        if config.has_agents:
-            limits = ImageLimits(self.config.data.max_image_pixels, self.config.data.max_images)
-            wrap = agent_wrapper(config, self.tokenizer, self._stops.ids, model.max_positions, self.processor, limits)
-        else:
-            wrap = self._with_tools()
-        if self.config.ends_at_strings:
-            wrap = with_stop_strings(decode, wrap)
-        self._engines = engines = build_engine_group(
-            self.config, self.actor, self.context, wrap, self.processor, decode, longest or None
-        )
-        routed = routed_shape(self.config.model.path) if config.replay_routing else None
-        selecting = len(model.indexer.selecting) if config.replay_selections and model.indexer else 0
-        columns = OptionalColumns(routed, num_selecting=selecting, agent_names=config.agent_names)
-        if learns:
-            self._check = MismatchCheck.of(self.config, self.actor, self.prompts, longest, sampling, columns)
-        setup = RolloutSetup(
-            sampling=sampling,
-            seed=self.config.job.seed,
-            context=self.context,
-            prompts=self.prompts,
-            records=records,
-            reward=self._reward,
-            columns=columns,
-            longest=max(longest, longest_test, 1) if config.fixed_requests is None else None,
-            check=self._check,
-        )
-        if config.mode == "async":
-            assert isinstance(engines, InFlightEngineGroup)  # `check_engines` has refused others
-            return AsyncRollout(engines, setup, StalenessBound(config.max_staleness, config.stale))
-        return SyncRollout(
-            engines,
-            setup,
-            extra_prompts=config.extra_prompts,
-            prefetch=config.mode == "one_step_off",
-            partial_rollout=config.partial_rollout,
-            deterministic=self.config.job.deterministic,
-        )
-
-    def _with_tools(self) -> WrapEngine:
-        """Returns a function that adds tools to an engine if the configuration names any."""
-        if not self._tools:
-            return lambda engine: engine
-        turns = turns_wrapper(self.config.rollout, self.tokenizer, self._tools, self.processor)
-
-        def with_turns(engine: RolloutEngine) -> RolloutEngine:
-            self._multi_turn = turns(engine)
-            return self._multi_turn
-
-        return with_turns
+def _place() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from verl_mg.algorithms.at_k import avg_at_k, maj_at_k, pass_at_k
+from verl_mg.lazy_import import lazy_import
 
-Scores = Mapping[str, Tensor]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
+
+Scores: TypeAlias = "Mapping[str, Tensor]"
 """Metrics by name, (prompts,) float64 each; NaN for a prompt none of whose samples have a part of the reward."""
 
 

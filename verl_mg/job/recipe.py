@@ -12,8 +12,11 @@ from typing import Any
 from verl_mg.config import Config, RecipeConfig
 from verl_mg.errors import UserError
 from verl_mg.import_function import RECIPES, import_file
-from verl_mg.job.build_models import MODEL_ROLES, TEACHERS
 
+MODEL_ROLES = ("actor", "critic", "reward_model", "frozen_reward_model", "process_reward", "reference")
+"""Roles with a model, in the order in which they are built."""
+TEACHERS = "teachers"
+"""Role that has a model role `teachers.NAME` for each teacher of the configuration."""
 ROLES = (*MODEL_ROLES, TEACHERS, "rollout", "reward")
 
 

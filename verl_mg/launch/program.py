@@ -13,24 +13,32 @@ import os
 import runpy
 import sys
 import traceback
+from multiprocessing import forkserver
 from pathlib import Path
 
 from verl_mg import device
 from verl_mg.distributed.launcher import Launcher
 
-IMPORTED = ("verl_mg.cli", "verl_mg.run.main", "verl_mg.run.loop", "verl_mg.api")
+IMPORTED = "verl_mg.launch.imported"
 
 
-def start_server() -> bool:
-    """Starts the fork server and returns whether its forks can use this machine's devices."""
+def start_server() -> None:
+    """Starts the fork server, which imports the modules of jobs; does not wait for it."""
+    # torchrun sets it with a warning if there are several ranks; a rank then chooses by its cores.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     device.set_default_variables()
     # torch asks the driver whether there are GPUs: if it asked CUDA, the forks could not use them.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     context = multiprocessing.get_context("forkserver")
     context.set_executable(os.environ.get("PYTHON_EXEC", sys.executable))  # torchrun's variable
-    context.set_forkserver_preload(list(IMPORTED))
+    context.set_forkserver_preload([IMPORTED])
+    forkserver.ensure_running()
+
+
+def forks_can_use_devices() -> bool:
+    """Returns whether forks of the server can use the devices of this machine."""
     # Whether an import has initialized CUDA, which forks then cannot use, shows only in a fork.
-    probe = context.Process(target=_use_device)
+    probe = multiprocessing.get_context("forkserver").Process(target=_use_device)
     probe.start()
     probe.join()
     return probe.exitcode == 0

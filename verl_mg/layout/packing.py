@@ -31,6 +31,7 @@ work, and the cp slots of a data-parallel index form cp / size groups of `size` 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -102,20 +103,55 @@ def _fill(lengths: Sequence[int], costs: Sequence[float], ranks: int, budget: in
     # Only the cheapest micro-batch of a step is tried, which evens out their costs, and is the first of its heap.
     steps: list[list[list[int]]] = []
     heaps: list[list[tuple[float, int, int]]] = []  # of each step: (cost, tokens, micro-batch)
+    free = _FreeTokens()  # of the cheapest micro-batch of each step
     # Ties are broken by the number of the row, so that all ranks have the same order.
     for row in sorted(range(len(lengths)), key=lambda row: (-costs[row], row)):
-        step = next((k for k, heap in enumerate(heaps) if _fits(heap[0][1], lengths[row], budget)), len(steps))
-        if step == len(steps):
+        step = free.first(lengths[row])
+        if step is None:
+            step = len(steps)
             steps.append([[] for _ in range(ranks)])
             heaps.append([(0.0, 0, number) for number in range(ranks)])
         cost, tokens, number = heaps[step][0]
         heapq.heapreplace(heaps[step], (cost + costs[row], tokens + lengths[row], number))
         steps[step][number].append(row)
+        filled = heaps[step][0][1]
+        free.put(step, budget - filled if filled else math.inf)  # a longer row is a micro-batch by itself
     return steps or [[[] for _ in range(ranks)]]
 
 
-def _fits(tokens: int, length: int, budget: int) -> bool:
-    return not tokens or tokens + length <= budget  # a longer row is a micro-batch by itself
+class _FreeTokens:
+    """Numbers of which the first that is large enough is found without looking at all: a tree of maxima.
+
+    Numbers 3 5 1 are the leaves of the tree  5 | 5 1 | 3 5 1 -inf.  The first of at least 4: left, right.
+    """
+
+    def __init__(self) -> None:
+        self._leaves = 1
+        self._tree = [-math.inf] * 2  # node i has the children 2i and 2i + 1, and is their maximum
+
+    def first(self, needed: float) -> int | None:
+        """Returns the place of the first number of at least `needed`."""
+        if self._tree[1] < needed:
+            return None
+        node = 1
+        while node < self._leaves:
+            node *= 2
+            node += self._tree[node] < needed
+        return node - self._leaves
+
+    def put(self, place: int, number: float) -> None:
+        """Sets a number; `place` is at most one beyond the last."""
+        if place == self._leaves:
+            numbers = self._tree[self._leaves :] + [-math.inf] * self._leaves
+            self._leaves *= 2
+            self._tree = [-math.inf] * self._leaves + numbers
+            for node in range(self._leaves - 1, 0, -1):
+                self._tree[node] = max(self._tree[2 * node : 2 * node + 2])
+        node = place + self._leaves
+        self._tree[node] = number
+        while node > 1:
+            node //= 2
+            self._tree[node] = max(self._tree[2 * node], self._tree[2 * node + 1])
 
 
 def _distribute(steps: list[list[list[int]]], costs: Sequence[float], ranks: int) -> list[list[list[int]]]:

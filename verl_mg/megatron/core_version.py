@@ -6,12 +6,12 @@
 |---|---|---|
 | `HAVE_TE`, `te_general_gemm`, FP8 of checkpoints | 0.16.1 needs Transformer Engine for them | names them otherwise |
 | `_grad_accum_fusion_available` | kernel for gradient accumulation of torch, not Apex | calls another module |
-| `l2_norm_impl` | the gradient norm stays on the device | computes norms elsewhere |
+| `l2_norm_impl`, `multi_tensor_scale_impl` | the norm stays on the device, one pass to clip | clips elsewhere |
 | `_set_attention_backend` | allows no unfused attention, see `model` | sets the variables elsewhere |
 | `_resolve_qk_norm_config`, `_run_core_attention` | modules as in the specification | gives them other arguments |
 | `parallel_state` globals, `RankGenerator` | groups of several layouts in one process | has its groups in objects |
 | `_get_model_param_range_map` | a rank's range of a parameter | has a public way to it |
-| functions of `use_cpu` | they need CUDA, or copy without need | calls them by other modules |
+| functions of `use_cpu` | they need CUDA, or copy or compute by parts | calls them by other modules |
 
 A change of a name is an error of the start, or of `tests/megatron/test_core_version.py`.
 """
@@ -27,9 +27,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import __version__ as VERSION
 from megatron.core import parallel_state
 from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.fusions import fused_bias_geglu, fused_bias_swiglu
 from megatron.core.jit import jit_fuser
 from megatron.core.optimizer import clip_grads
 from megatron.core.tensor_parallel import (
@@ -93,22 +95,64 @@ def _norm_on_device(
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensor_lists[0]))).view(1), None
 
 
-# GPU: with Transformer Engine its kernel computes the gradient norm: `clip_grads.l2_norm_impl` is megatron-core's.
+def _scale_in_place(chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], scale: float) -> None:
+    """Scales tensors as Apex's `multi_tensor_scale`, where sources and targets are the same."""
+    torch._foreach_mul_(tensor_lists[1], scale)
+
+
+# GPU: with Transformer Engine its kernels compute the gradient norm and clip: `clip_grads.l2_norm_impl` and
+# `clip_grads.multi_tensor_scale_impl` are megatron-core's.
 # GPU-TEST: tests/megatron/test_core_version.py::test_replaced_functions_are_those_that_megatron_core_calls
 # GPU-RAN: h200-1, h100-1
-# Without Transformer Engine and Apex megatron-core reads the norm of each gradient on the host.
+# Without Transformer Engine and Apex megatron-core reads the norm of each gradient on the host, and clips copies.
 if clip_grads.l2_norm_impl is getattr(clip_grads, "local_multi_tensor_l2_norm", None):
-    MEGATRON.replace(clip_grads, l2_norm_impl=_norm_on_device)
+    MEGATRON.replace(clip_grads, l2_norm_impl=_norm_on_device, multi_tensor_scale_impl=_scale_in_place)
+
+
+def activated(gate: Tensor, gelu: bool) -> Tensor:
+    """Computes the activation of a gated layer: SiLU, or GELU by its approximation with tanh."""
+    return F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)
+
+
+def activation_gradient(grad: Tensor, gate: Tensor, gelu: bool) -> Tensor:
+    """Returns the gradient of the argument of `activated`."""
+    if gelu:
+        return torch.ops.aten.gelu_backward(grad, gate, approximate="tanh")
+    return torch.ops.aten.silu_backward(grad, gate)
+
+
+def _gated(x: Tensor, gelu: bool) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return activated(gate, gelu).mul_(up)
+
+
+def _gated_back(grad: Tensor, x: Tensor, gelu: bool) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return torch.cat([activation_gradient(grad * up, gate, gelu), activated(gate, gelu).mul_(grad)], dim=-1)
 
 
 def fused(function: Function) -> Function:
-    """Compiles elementwise operations into one kernel on a GPU, as megatron-core does."""
-    # GPU: elementwise functions are compiled into one kernel.
+    """Compiles elementwise operations on tokens into one kernel on a GPU, as megatron-core does."""
+    # GPU: elementwise functions are compiled into one kernel, once for all numbers of tokens.
     # GPU-TEST: tests/megatron/test_fake_cuda.py::
     # test_compiled_functions_equal_themselves_and_are_compiled_once_for_all_sizes
     # GPU-RAN: h200-1
-    compile_function: Any = jit_fuser if torch.cuda.is_available() else lambda plain: plain
-    return compile_function(function)
+    compile_function: Any = jit_fuser
+    return for_all_sizes(compile_function(function)) if torch.cuda.is_available() else function
+
+
+def for_all_sizes(compiled: Any) -> Any:
+    """Has a compiled function take the number of tokens, of its first argument, for a variable in the first call."""
+
+    @functools.wraps(compiled)
+    def called(*arguments: Any) -> Any:
+        # torch would compile for the first number, and again for all others when it sees a second one.
+        for each in arguments:
+            if isinstance(each, Tensor) and each.dim() and len(each) == len(arguments[0]):
+                torch._dynamo.maybe_mark_dynamic(each, 0)
+        return compiled(*arguments)
+
+    return called
 
 
 def submodules(spec: Any) -> Any:
@@ -199,10 +243,15 @@ def use_cpu() -> None:
     logging.getLogger(megatron_random.__name__).setLevel(logging.ERROR)
     # GPU: split sizes leave the device, `token_dispatcher.maybe_move_tensor_to_cpu`; NCCL gathers parts of different
     # sizes, `mappings._gather_along_first_dim`, and copies nothing in a group of one rank,
-    # `param_and_grad_buffer.dist_reduce_scatter_func`, `param_and_grad_buffer.dist_all_gather_func`.
+    # `param_and_grad_buffer.dist_reduce_scatter_func`, `param_and_grad_buffer.dist_all_gather_func`. Gated activations,
+    # `fused_bias_swiglu.swiglu`, `fused_bias_geglu.geglu` and their gradients, are compiled.
     # GPU-TEST: tests/megatron/test_fake_cuda.py::test_train_layout_on_cuda_runs_on_every_rank,
     # tests/megatron/test_fake_cuda.py::test_train_experts_on_cuda_runs_on_every_rank
     # GPU-RAN: h200-1
+    # Its formulas are for a compiler that makes one kernel of each: as they are written they pass over memory 12 times.
+    for module, name, gelu in ((fused_bias_swiglu, "swiglu", False), (fused_bias_geglu, "geglu", True)):
+        forward, backward = (functools.partial(function, gelu=gelu) for function in (_gated, _gated_back))
+        MEGATRON.replace(module, **{name: forward, f"{name}_back": backward})
     MEGATRON.replace(token_dispatcher, maybe_move_tensor_to_cpu=_maybe_as_numpy)
     for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
         MEGATRON.replace(param_and_grad_buffer, **{name: _unless_alone(getattr(param_and_grad_buffer, name))})

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
+from verl_mg.quick_imports import quick_imports
+
 CPU = torch.device("cpu")
 _FACTORIES = (
     *("tensor", "zeros", "ones", "empty", "full", "rand", "randn", "arange", "empty_strided"),
@@ -63,30 +65,10 @@ def install() -> None:
     # It would report on every rank that there is no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     _patch_torch()
-    with _quick_import():
+    with quick_imports():
         from verl_mg.megatron import core_version
 
     core_version.use_cpu()
-
-
-@contextmanager
-def _quick_import() -> Iterator[None]:
-    """Context manager: megatron-core is imported without what takes seconds and is not used on the CPU."""
-    # GPU: megatron-core's fused functions are compiled when they are first called.
-    # GPU-TEST: tests/megatron/test_cpu_shim.py::test_torch_compile_imported_after_the_cpu_platform_compiles,
-    # tests/megatron/test_fake_cuda.py::test_compiled_functions_equal_themselves_and_are_compiled_once_for_all_sizes
-    # GPU-RAN: h200-1
-    # Its fused functions are left as they are written, because to decorate them `torch.compile` imports a compiler;
-    # and Weights & Biases, which its timers import where it is installed, counts as not installed.
-    compiled, tracker = torch.compile, sys.modules.get("wandb")
-    torch.compile = lambda function: function  # type: ignore[assignment]
-    sys.modules["wandb"] = tracker  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = compiled
-        if tracker is None:
-            del sys.modules["wandb"]
 
 
 def _patch_torch() -> None:

@@ -17,7 +17,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from verl_mg.megatron.core_version import fused
+from verl_mg.megatron.core_version import activated, activation_gradient, fused
 
 
 class RMSNorm(torch.nn.Module):
@@ -60,7 +60,7 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         x, weight, inverse = ctx.saved_tensors
-        return *_norm_gradients(grad, x, weight, inverse, ctx.zero_centered, ctx.needs_input_grad[1]), None, None
+        return (*_norm_gradients(grad, x, weight, inverse, ctx.zero_centered, ctx.needs_input_grad[1]), None, None)
 
 
 @fused
@@ -74,14 +74,14 @@ def _normalized(x: Tensor, weight: Tensor, eps: float, zero_centered: bool) -> t
 def _norm_gradients(
     grad: Tensor, x: Tensor, weight: Tensor, inverse: Tensor, zero_centered: bool, needs_weight_grad: bool
 ) -> tuple[Tensor, Tensor | None]:
-    factor = _factor(weight, zero_centered)
-    normalized, weight_grad = x * inverse, None
-    weighted = normalized * grad  # float32, as `normalized`
+    factor, weight_grad = _factor(weight, zero_centered).float(), None
+    x, grad, dtype = x.float(), grad.float(), x.dtype
+    # x is multiplied with the numbers of its tokens, `inverse`, in sums and not in a further pass.
+    products = x * grad
     if needs_weight_grad:
-        weight_grad = weighted.flatten(0, -2).sum(0).to(weight.dtype)
-    projection = (weighted @ factor.float()).unsqueeze(-1) / x.shape[-1]
-    x_grad = torch.addcmul(grad.float() * factor, normalized, projection, value=-1).mul_(inverse)
-    return x_grad.to(x.dtype), weight_grad
+        weight_grad = products.flatten(0, -2).T.mv(inverse.flatten()).to(weight.dtype)
+    projection = (products @ factor).unsqueeze(-1).mul_(inverse.square()).div_(x.shape[-1])
+    return (grad * factor).addcmul_(x, projection, value=-1).mul_(inverse).to(dtype), weight_grad
 
 
 def _factor(weight: Tensor, zero_centered: bool) -> Tensor:
@@ -106,29 +106,21 @@ class _Gated(torch.autograd.Function):
         return *_gated_backward(grad, x, scale, ctx.gelu), None
 
 
-def _activate(gate: Tensor, gelu: bool) -> Tensor:
-    return F.gelu(gate, approximate="tanh") if gelu else F.silu(gate)
-
-
 @fused
 def _gated(x: Tensor, scale: Tensor, gelu: bool) -> Tensor:
     gate, up = x.chunk(2, dim=-1)
     # In place, here and below: less memory where this is not compiled, the same kernel where it is.
-    return _activate(gate.float(), gelu).mul_(up).mul_(scale[:, None]).to(x.dtype)
+    return activated(gate.float(), gelu).mul_(up).mul_(scale[:, None]).to(x.dtype)
 
 
 @fused
 def _gated_backward(grad: Tensor, x: Tensor, scale: Tensor, gelu: bool) -> tuple[Tensor, Tensor]:
     gate, up = x.float().chunk(2, dim=-1)
-    activated, grad = _activate(gate, gelu), grad.float()
-    scale_grad = (grad * activated).mul_(up).sum(-1)
+    factor, grad = activated(gate, gelu), grad.float()
+    scale_grad = (grad * factor).mul_(up).sum(-1)
     grad = grad * scale[:, None]
-    gate_grad = (
-        torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
-        if gelu
-        else torch.ops.aten.silu_backward(grad * up, gate)
-    )
-    return torch.cat((gate_grad, grad.mul_(activated)), dim=-1).to(x.dtype), scale_grad
+    gate_grad = activation_gradient(grad * up, gate, gelu)
+    return torch.cat((gate_grad, grad.mul_(factor)), dim=-1).to(x.dtype), scale_grad
 
 
 class NormedRowParallelLinear(RowParallelLinear):
@@ -201,7 +193,7 @@ class _JointRMSNorm(torch.autograd.Function):
         projection, weight_grad = _sums(grad, x, weight, inverse)
         # The mean square of a token depends on the heads of all ranks, and the loss depends on it through all of them.
         dist.all_reduce(projection, group=ctx.group)
-        return _input_gradient(grad, x, weight, inverse, projection.div_(ctx.width)), weight_grad, None, None
+        return (_input_gradient(grad, x, weight, inverse, projection.div_(ctx.width)), weight_grad, None, None)
 
 
 @fused

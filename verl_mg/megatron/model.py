@@ -26,10 +26,11 @@ from verl_mg.megatron.sparse_attention import StageSelections
 from verl_mg.megatron.transformer_config import block_spec, transformer_config
 from verl_mg.models.transformers_module import read_module_config
 from verl_mg.sharding.weight_table import WeightTable
-from verl_mg.training.logprobs import EVERYTHING, Draw, OutputLayer, TokenOutputs, vocab_parallel_logprobs
+from verl_mg.training.logprobs import EVERYTHING, TokenOutputs, vocab_parallel_logprobs
 from verl_mg.training.lora import ADAPTER
 from verl_mg.training.microbatch import MicroBatch
 from verl_mg.training.model_spec import ModelSpec
+from verl_mg.training.output_layer import Draw, OutputLayer
 
 ROUTER_BIAS = "router.expert_bias"  # end of the name of a router's bias, which is a buffer
 

@@ -318,6 +318,4 @@ class MegatronRunner(Runner):
 
 def check_layout(config: HFConfig, layout: Layout, spec: ModelSpec) -> None:
     """Checks that a model can be trained on a layout."""
-    weight_table(config).check_layout(layout, spec.kernels)
-    if not exchanges_keys(spec.megatron):
-        layout.check_context(config.heads, config.linear_value_heads)
+    weight_table(config).check_training(layout, spec.kernels, not exchanges_keys(spec.megatron))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,18 @@ class HFConfig:
         return self.sliding_windows[layer] if self.sliding_windows else None
 
 
+def read_json(path: Path) -> Any:
+    """Returns the contents of a JSON file, read again only where it has changed. OSError or ValueError."""
+    state = path.stat()
+    # A copy, which the caller may change.
+    return deepcopy(_contents(path, state.st_mtime_ns, state.st_size, state.st_ino))
+
+
+@lru_cache(maxsize=32)  # a job reads config.json of a model in many places
+def _contents(path: Path, *state: int) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def read_config(model: str | Path) -> HFConfig:
     """Reads the configuration of a Hugging Face model directory, or a `config.json` by its path."""
     path = Path(model)
@@ -169,7 +183,7 @@ def read_config(model: str | Path) -> HFConfig:
             raise UserError(f"{path}: no such model directory. Set model.path or --model to a Hugging Face directory.")
         path = path / "config.json"
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
     except FileNotFoundError:
         raise UserError(f"{path}: missing. Set model.path or --model to a Hugging Face directory.") from None
     except (OSError, ValueError) as error:

@@ -10,8 +10,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from verl_mg.models.attention_config import IndexerConfig, LinearConfig
 from verl_mg.models.hf_config import (
     ExpertsConfig,
@@ -154,9 +152,7 @@ def _indexer(hidden: int, latent: LatentConfig, indexer: IndexerConfig) -> Index
         return TensorSpec(f"{ATTENTION}indexer.{name}.weight", shape)
 
     # float32, as in published directories and in the engines.
-    norm = [
-        TensorSpec(f"{ATTENTION}indexer.k_norm.{x}", (indexer.head_dim,), torch.float32) for x in ("weight", "bias")
-    ]
+    norm = [TensorSpec(f"{ATTENTION}indexer.k_norm.{x}", (indexer.head_dim,), "float32") for x in ("weight", "bias")]
     return Indexer(
         q=tensor("wq_b", indexer.heads * indexer.head_dim, latent.q_rank),
         k=tensor("wk", indexer.head_dim, hidden),
@@ -227,7 +223,7 @@ def _experts(c: HFConfig, experts: ExpertsConfig) -> Experts:
     prefix, *names = EXPERT_NAMES.get(c.architecture, (FEED_FORWARD, "gate_proj", "up_proj", "down_proj"))
     bias_prefix = prefix if c.architecture == "minimax_m2" else prefix + "gate."
     # float32 in every runtime: rounded to bfloat16 the bias may choose other experts.
-    bias = TensorSpec(bias_prefix + "e_score_correction_bias", (experts.count,), torch.float32)
+    bias = TensorSpec(bias_prefix + "e_score_correction_bias", (experts.count,), "float32")
     gate, up, down = names
     each = _mlp(prefix + "experts.{expert}.", c.hidden, experts.ffn, (gate, up, down))
     shared = prefix + ("shared_expert" if experts.shared_gate else "shared_experts")

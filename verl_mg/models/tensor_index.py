@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import torch
-
+from verl_mg.dtypes import ITEM_BYTES, torch_dtype
 from verl_mg.models.tensor_tree import ModelSpec, StackedTensor, TensorSpec, tensors_of
+
+if TYPE_CHECKING:
+    import torch
 
 OUTPUT = "lm_head.weight"  # name of the output layer in files of all families with a table
 
@@ -19,15 +22,15 @@ class TensorInfo:
 
     position: int  # position in the order in which tensors are stored and moved
     shape: tuple[int, ...]
-    dtype: torch.dtype | None = None  # dtype in which the tensor is stored and travels; None: the model's
+    dtype: str | None = None  # name of the dtype in which the tensor is stored and travels; None: the model's
 
     def wire_dtype(self, default: torch.dtype) -> torch.dtype:
         """Returns the dtype in which the tensor travels; `default`: the dtype of the model."""
-        return self.dtype or default
+        return torch_dtype(self.dtype) if self.dtype else default
 
     def itemsize(self, default: int) -> int:
         """Returns the bytes of an element; `default`: of one in the dtype of the model."""
-        return self.dtype.itemsize if self.dtype else default
+        return ITEM_BYTES[self.dtype] if self.dtype else default
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class TensorIndex:
     @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """Dtypes of the tensors that have their own."""
-        return {name: info.dtype for name, info in self.tensors.items() if info.dtype}
+        return {name: torch_dtype(info.dtype) for name, info in self.tensors.items() if info.dtype}
 
     @cached_property
     def stacked(self) -> dict[str, StackedTensor]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
-import torch
+from verl_mg.dtypes import is_integer
 
 # Everywhere else each expert has separate tensors, matrices as (out, in), as with other architectures: expert
 # parallelism, resharding and the tables of engines need no second way.
@@ -82,14 +82,14 @@ class TensorSpec:
 
     name: str  # Hugging Face name, with `{layer}` and `{expert}` as placeholders
     shape: tuple[int, ...]
-    dtype: torch.dtype | None = None  # dtype of the tensor in every runtime; None: the dtype of the model
+    dtype: str | None = None  # name of the dtype of the tensor in every runtime; None: the dtype of the model
     stack: Stack | None = None
     """Tensor in files that stacks it for all experts, see `StackedTensor`; None: a separate tensor."""
 
     @property
     def is_integer(self) -> bool:
         """Whether its elements are integers or truth values, such as a table of experts by token."""
-        return self.dtype is not None and not self.dtype.is_floating_point
+        return self.dtype is not None and is_integer(self.dtype)
 
     @property
     def per_expert(self) -> bool:

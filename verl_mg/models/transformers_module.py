@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import lru_cache
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
-
 from verl_mg.errors import UserError, one_line
-from verl_mg.models.hf_config import ExpertsConfig, HFConfig, read_config, weight_map
+from verl_mg.lazy_import import lazy_import
+from verl_mg.models.hf_config import ExpertsConfig, HFConfig, read_config, read_json, weight_map
 from verl_mg.models.hf_families import SAME_AS
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    import safetensors
+    import torch
+    import transformers
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+else:
+    safetensors = lazy_import("safetensors")
+    torch = lazy_import("torch")
+    transformers = lazy_import("transformers")
 
 # A vocabulary by itself, as Kimi-K2 and Moonlight have it, and a whole tokenizer.
 RANKS_FILE, WHOLE_FILE = "tiktoken.model", "tokenizer.json"
@@ -37,17 +42,22 @@ ELEMENTS_OF_BYTE = 2  # elements of a byte of MXFP4
 
 def read_module_config(model: str | Path) -> PretrainedConfig:
     """Reads the config.json of a Hugging Face directory by `transformers`; code in the directory is not run."""
-    from transformers import CONFIG_MAPPING, AutoConfig
-
     path = Path(model) / "config.json"
     if not path.exists():
         raise UserError(f"{path}: missing. Set model.path or --model to a Hugging Face directory.")
     with _as_user_error(path):
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = read_json(path)
         if kind := SAME_AS.get(raw.get("model_type")):  # transformers does not know the name, and would run its code
             raw.pop("auto_map", None)
-            return CONFIG_MAPPING[kind].from_dict(raw | {"model_type": kind})
-        return AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+            return transformers.CONFIG_MAPPING[kind].from_dict(raw | {"model_type": kind})
+        state = path.stat()
+        # A copy, which modules change.
+        return deepcopy(_module_config(Path(model), state.st_mtime_ns, state.st_size, state.st_ino))
+
+
+@lru_cache(maxsize=8)  # tokenizer, stop tokens, rotary frequencies and the engine hf read it
+def _module_config(model: Path, *state: int) -> PretrainedConfig:
+    return transformers.AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
 
 
 def has_images(config: PretrainedConfig) -> bool:
@@ -57,10 +67,8 @@ def has_images(config: PretrainedConfig) -> bool:
 
 def module_class(config: PretrainedConfig) -> Any:
     """Returns the class of `transformers` that builds the language model, with its vision tower where it has one."""
-    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    with_images = has_images(config) and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if with_images else AutoModelForCausalLM
+    with_images = has_images(config) and type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return transformers.AutoModelForImageTextToText if with_images else transformers.AutoModelForCausalLM
 
 
 def takes(module: nn.Module, argument: str) -> bool:
@@ -69,7 +77,7 @@ def takes(module: nn.Module, argument: str) -> bool:
     return argument in parameters or any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
 
 
-def meta_module(config: PretrainedConfig, where: str | Path, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
+def meta_module(config: PretrainedConfig, where: str | Path, dtype: torch.dtype | str = "bfloat16") -> PreTrainedModel:
     """Returns the module on the device "meta", where it has shapes but no memory."""
     with _as_user_error(Path(where) / "config.json"), torch.device("meta"):
         module: PreTrainedModel = module_class(config).from_config(config, dtype=dtype, trust_remote_code=False)
@@ -79,8 +87,6 @@ def meta_module(config: PretrainedConfig, where: str | Path, dtype: torch.dtype 
 @contextmanager
 def _as_user_error(path: Path) -> Iterator[None]:
     """Turns the exceptions of a library that cannot load a model into UserErrors of one line."""
-    import transformers
-
     try:
         yield
     except Exception as error:
@@ -101,7 +107,7 @@ def read_tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
         )
     config = read_module_config(model_dir)
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
             model_dir, config=config, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # transformers raises many kinds for a broken folder
@@ -218,9 +224,9 @@ def _opened(model_dir: Path) -> Iterator[Any]:
     paths = model_dir.glob("*.safetensors") if files is None else (model_dir / name for name in set(files.values()))
     for path in sorted(paths):
         try:
-            with safe_open(path, framework="pt") as file:
+            with safetensors.safe_open(path, framework="pt") as file:
                 yield file
-        except (OSError, SafetensorError) as error:
+        except (OSError, safetensors.SafetensorError) as error:
             raise UserError(f"{path}: not a readable safetensors file ({error}). Download the model again.") from None
 
 

@@ -17,7 +17,7 @@ from verl_mg import device
 from verl_mg.algorithms import mismatch
 from verl_mg.algorithms.aggregation import segment_totals
 from verl_mg.batch import SUPPORT_SIZES, Batch
-from verl_mg.distributed.collectives import all_gather_json, sum_over_ranks
+from verl_mg.distributed.collectives import sum_by_name
 from verl_mg.models.flops import RowFlops, row_flops
 from verl_mg.training.microbatch import SHARED_TOKENS, MicroBatch
 from verl_mg.training.runner import Runner
@@ -136,34 +136,22 @@ def model_flops(
 
 
 class Throughput:
-    """Counts the micro-batches that enter the models of this rank, and computes the rates of each iteration."""
+    """Counts the micro-batches that enter the models of this rank."""
 
-    def __init__(self, runners: Iterable[Runner], peak: float | None) -> None:
-        self._peak = peak
+    def __init__(self, runners: Iterable[Runner]) -> None:
         self._flops = self._trained_tokens = 0.0
         for runner in runners:
             for module in runner.entry_modules:
                 rows = row_flops(runner.table.config, runner.table.tensor_index)
                 module.register_forward_pre_hook(partial(self._enter, runner=runner, rows=rows))
 
-    def iteration(
-        self, produced: Sequence[Batch], seconds: float, measured: Mapping[str, float] | None = None
-    ) -> dict[str, float]:
-        """Computes the rates of the iteration that ends now, from this rank's rows `produced`; collective."""
-        # Tokens are prompt and response tokens; without rows, as in SFT, the trained tokens. `time/mfu` is less than
-        # the MFU of an update: the seconds include generation, the FLOPs do not.
-        # `measured` is sent with the counts, so that it costs no further collective.
+    def take(self, produced: Sequence[Batch]) -> dict[str, float]:
+        """Returns the counts of this rank since the last call; `produced` are its rows of the iteration."""
+        # Tokens are prompt and response tokens; without rows, as in SFT, the trained tokens count.
         tokens = float(sum(map(_distinct_tokens, produced)))
         counts = {"tokens": tokens, "trained": self._trained_tokens, "flops": self._flops}
-        reports = all_gather_json({"counts": counts, "measured": dict(measured or {})})
-        totals = {name: sum(report["counts"][name] for report in reports) for name in counts}
         self._flops = self._trained_tokens = 0.0
-        ranks = dist.get_world_size()
-        rate = (totals["tokens"] or totals["trained"]) / seconds
-        metrics = {"time/tokens_per_second": rate, "time/tokens_per_second_per_rank": rate / ranks}
-        if self._peak is not None:
-            metrics["time/mfu"] = totals["flops"] / (seconds * ranks * self._peak)
-        return metrics | over_ranks([report["measured"] for report in reports])
+        return counts
 
     def _enter(self, chunk: torch.nn.Module, arguments: tuple[Any, ...], runner: Runner, rows: RowFlops) -> None:
         micro: MicroBatch[Any] = arguments[0]
@@ -175,6 +163,17 @@ class Throughput:
         shared = micro.rows[SHARED_TOKENS].tolist() if SHARED_TOKENS in micro.rows else None
         self._flops += model_flops(rows, lengths, learns, runner.lora is not None, shared) / sharing
         self._trained_tokens += sum(lengths) / sharing if learns else 0.0
+
+
+def rates(counts: Sequence[Mapping[str, float]], seconds: float, peak: float | None) -> dict[str, float]:
+    """Computes the rates of an iteration from the counts of all ranks; `peak` is the FLOP/s of a device."""
+    # `time/mfu` is less than the MFU of an update: the seconds include generation, the FLOPs do not.
+    totals = sum_by_name(counts)
+    rate = (totals["tokens"] or totals["trained"]) / seconds
+    metrics = {"time/tokens_per_second": rate, "time/tokens_per_second_per_rank": rate / len(counts)}
+    if peak is not None:
+        metrics["time/mfu"] = totals["flops"] / (seconds * len(counts) * peak)
+    return metrics
 
 
 def weight_sync_rate(metrics: Mapping[str, float], ranks: int) -> dict[str, float]:
@@ -190,10 +189,10 @@ def _distinct_tokens(batch: Batch) -> int:
     return batch.total_tokens - (int(batch["prefix_length"].sum()) if "prefix_length" in batch else 0)
 
 
-def rollout_metrics(batches: Sequence[Batch], version: int, agent_names: Sequence[str] = ()) -> dict[str, float]:
-    """Computes means over all samples of all ranks, a sample of each agent with a name counting for itself; staleness
-    in optimizer steps before `version`, which is trained."""
-    sums = sum_over_ranks([_sums(batch, version) for batch in batches])
+def rollout_metrics(reports: Sequence[Mapping[str, float]], agent_names: Sequence[str] = ()) -> dict[str, float]:
+    """Computes means over all samples from the `rollout_sums` of all ranks, a sample of each agent with a name counting
+    for itself."""
+    sums = sum_by_name(reports)
     if not sums.get("samples"):
         return {}
     samples = sums["samples"]
@@ -217,6 +216,11 @@ def rollout_metrics(batches: Sequence[Batch], version: int, agent_names: Sequenc
         if count := sums.get(f"samples of agent {number}"):
             metrics[f"reward/agent/{name}"] = sums[f"reward of agent {number}"] / count
     return metrics
+
+
+def rollout_sums(batches: Sequence[Batch], version: int) -> dict[str, float]:
+    """Returns sums over this rank's samples; staleness in optimizer steps before `version`, which is trained."""
+    return sum_by_name([_sums(batch, version) for batch in batches])
 
 
 def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
@@ -245,12 +249,16 @@ def _sums(batch: Batch, version: int) -> dict[str, Tensor]:
     return sums
 
 
-def mismatch_metrics(batches: Sequence[Batch]) -> dict[str, float]:
-    """Computes the difference of `old_logprobs` and `rollout_logprobs` over all ranks, which all call it."""
+def mismatch_statistics(batches: Sequence[Batch]) -> dict[str, float]:
+    """Returns statistics of the difference of `old_logprobs` and `rollout_logprobs` on this rank."""
     parts = [
         mismatch.statistics(batch["old_logprobs"], batch["rollout_logprobs"], batch["loss_mask"], batch.positions)
         for batch in batches
         if "old_logprobs" in batch and batch["old_logprobs"] is not batch["rollout_logprobs"]
     ]
-    whole = mismatch.merge(all_gather_json(mismatch.merge(parts)))
-    return {f"mismatch/{name}": value for name, value in mismatch.summarize(whole).items()}
+    return mismatch.merge(parts)
+
+
+def mismatch_metrics(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Computes the mismatch from the statistics of all ranks."""
+    return {f"mismatch/{name}": value for name, value in mismatch.summarize(mismatch.merge(reports)).items()}

@@ -1,15 +1,15 @@
 """Logging around the iterations of a job: metrics, samples, the table and timeline of phases, profiles of torch.
 
-    call of the loop    every rank                                           only rank 0
+    call of the loop    every rank                                             only rank 0
     traced(3)           clock, torch's profiler
       (the recipe's iteration)
-    iteration(3)        samples/000003/rank-R.parquet; metrics (collective)  samples for services
+    iteration(3)        metrics (one collective); samples/000003/rank-R.parquet *
       (evaluation)
-    log(3, metrics)     timeline/rank-R.jsonl                                trackers, alarms, status, Prometheus
-    close()             table of phases (collective)                         summary, reward_curve.png
+    log(3, metrics)     timeline/rank-R.jsonl *                                trackers *, status *, alarms, Prometheus
+    close()             table of phases (collective)                           summary, reward_curve.png
 
-Threads: "resources" on each rank; "status", "prometheus" and one per alarm that is being sent on rank 0. Trackers and
-samples have none: the caller writes them.
+What has a * is written by the thread "records" while the next iteration generates, see `record_writer`. Other threads:
+"resources" on each rank; "status", "prometheus" and one per alarm that is being sent on rank 0.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,9 +40,14 @@ from verl_mg.monitor.metrics import (
     Throughput,
     device_peak,
     mismatch_metrics,
+    mismatch_statistics,
+    over_ranks,
+    rates,
     rollout_metrics,
+    rollout_sums,
     weight_sync_rate,
 )
+from verl_mg.monitor.record_writer import RecordWriter
 from verl_mg.monitor.sample_schema import PART, SAMPLES, FileMetadata, fingerprint
 from verl_mg.monitor.sample_writer import SampleWriter
 from verl_mg.monitor.status import METRICS, StatusFile, summary
@@ -48,6 +55,7 @@ from verl_mg.monitor.trackers import SampleTable, Tracker, build_trackers, check
 from verl_mg.monitor.trackers.files import plot_reward_curve
 from verl_mg.phase_timer import COMPUTE_PHASES, WAIT, PhaseTimer
 from verl_mg.roles.reward import SampleTexts
+from verl_mg.rows.samples import as_of_now
 
 CURVE, TIMELINE = "reward_curve.png", "timeline"
 
@@ -119,7 +127,7 @@ def format_table(ranks: list[Mapping[str, float]]) -> str:
 class Timeline:
     """Writes the phases of this rank: `{"iteration": 3, "start": <Unix seconds>, "spans": [["update", 0.0, 1.2]]}`."""
 
-    # An iteration starts where the line of the previous one was written, so evaluation and logging belong to it.
+    # An iteration starts where the line of the previous one was made, so evaluation and logging belong to it.
 
     def __init__(self, folder: str | Path, rank: int, timer: PhaseTimer, first_step: int | None = None) -> None:
         self._path, self._timer, self._failed = Path(folder) / f"rank-{rank}.jsonl", timer, False
@@ -131,16 +139,19 @@ class Timeline:
         except OSError as error:
             self._disable(error)
 
-    def write(self, iteration: int) -> None:
-        """Writes the line of an iteration that is done."""
+    def line(self, iteration: int) -> str:
+        """Returns the line of an iteration that is done; the next one starts here."""
         start, zero = self._start, self._zero
         spans = [
             (phase, round(begin - zero, 6), round(end - zero, 6)) for phase, begin, end in self._timer.take_spans()
         ]
         self._begin()
+        return json.dumps({"iteration": iteration, "start": start, "spans": spans})
+
+    def write(self, line: str) -> None:
+        """Writes a line; the first failure ends the timeline."""
         if self._failed:
             return
-        line = json.dumps({"iteration": iteration, "start": start, "spans": spans})
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
@@ -228,9 +239,11 @@ def check_monitoring(config: Config, ranks: int) -> None:
 class RunLogger:
     """Writes metrics, samples and timelines of a job from iteration `first` on; rank 0 writes shared files."""
 
-    def __init__(self, recipe: str, job: RunningJob, status: StatusFile, first: int, endpoint: Tracker) -> None:
+    def __init__(
+        self, recipe: str, job: RunningJob, status: StatusFile, first: int, endpoint: Tracker, writer: RecordWriter
+    ) -> None:
         config, rank = job.config, dist.get_rank()
-        self._job, self._output, self._status = job, config.job.folder, status
+        self._job, self._output, self._status, self._writer = (job, config.job.folder, status, writer)
         if rank == 0:
             _warn_dropped_prompts(job)
         first_step = first if first > 1 else 0  # a new run also logs step 0, the evaluation before training
@@ -240,11 +253,11 @@ class RunLogger:
         self.stop_reason = ""
         self._samples = _sample_writer(job, recipe) if "rollout" in job.requested else None
         runners = [role.runner for role in job.roles.values()]
-        self._throughput, self._resources = Throughput(runners, device_peak()), ResourceSampler()
-        self._profile, self._traced = Profile(job.timer), TorchProfile(config.profile, self._output, rank)
+        self._throughput, self._resources, self._peak = (Throughput(runners), ResourceSampler(), device_peak())
+        self._profile, self._traced = (Profile(job.timer), TorchProfile(config.profile, self._output, rank))
         self._timeline = Timeline(self._output / TIMELINE, rank, job.timer, first)
         self._started, self._version = 0.0, 0
-        self._table: SampleTable | None = None
+        self._table: SampleTable | None = None  # of the thread "records"
 
     def traced(self, iteration: int) -> AbstractContextManager[None]:
         """Context of an iteration, which starts now."""
@@ -254,41 +267,66 @@ class RunLogger:
         return self._traced(iteration)
 
     def iteration(self, iteration: int) -> dict[str, float]:
-        """Writes the samples of an iteration, and returns its metrics; only metrics of time differ between ranks."""
-        metrics: dict[str, float] = {}
+        """Records the samples of an iteration, and returns its metrics; only metrics of time differ between ranks."""
         produced = self._job.rollout.train_batches if self._samples else []
-        if self._samples:
-            with self._job.timer("logging"):
-                metrics = rollout_metrics(produced, self._version, self._job.config.rollout.agent_names)
+        with self._job.timer("logging"):
+            self._writer.flush()
+            report: dict[str, Mapping[str, float]] = {"counts": self._throughput.take(produced)}
+            report["measured"] = self._resources.take()
+            if self._samples:
+                report["rollout"] = rollout_sums(produced, self._version)
+                report["mismatch"] = mismatch_statistics(self._job.actor.trained_batches)
+            # One exchange of everything that is measured.
+            reports = all_gather_json(report)
+            metrics: dict[str, float] = {}
+            if self._samples:
+                agents = self._job.config.rollout.agent_names
+                metrics = rollout_metrics([report["rollout"] for report in reports], agents)
                 metrics |= self._job.rollout.metrics
-                metrics |= mismatch_metrics(self._job.actor.trained_batches)
+                metrics |= mismatch_metrics([report["mismatch"] for report in reports])
                 for batch in produced:
                     metrics |= self._job.observe(batch)
-                self._samples.write(iteration, self._job.rollout.records, self._job.trained_batches)
-                # Only rank 0, with rows that it has, so no collective is needed.
-                limit = self._job.config.tracking.samples if dist.get_rank() == 0 else 0
-                self._table = sample_table(produced, limit, iteration, self._job.sample_texts)
+                self._write_samples(self._samples, iteration, produced)
         seconds = time.perf_counter() - self._started
-        rates = self._throughput.iteration(produced, seconds, self._resources.take())
-        rates |= weight_sync_rate(metrics, dist.get_world_size())
-        return metrics | {"time/iteration": seconds} | rates | self._profile.iteration()
+        times = {"time/iteration": seconds} | rates([report["counts"] for report in reports], seconds, self._peak)
+        times |= over_ranks([report["measured"] for report in reports])
+        times |= weight_sync_rate(metrics, dist.get_world_size())
+        return metrics | times | self._profile.iteration()
+
+    def _write_samples(self, writer: SampleWriter, iteration: int, produced: Sequence[Batch]) -> None:
+        # Batches as they are now, once each, since the next iteration may change those that the recipe has kept.
+        rollout, trained = self._job.rollout, self._job.trained_batches
+        every = [*(record.batch for record in rollout.records), *trained, *produced]
+        now = {id(batch): as_of_now(batch) for batch in {id(batch): batch for batch in every}.values()}
+        records = [replace(record, batch=now[id(record.batch)]) for record in rollout.records]
+        self._writer.write(partial(writer.write, iteration, records, [now[id(batch)] for batch in trained]))
+        # Only rank 0, with rows that it has, so no collective is needed.
+        if limit := self._job.config.tracking.samples if dist.get_rank() == 0 else 0:
+            self._writer.write(partial(self._make_table, [now[id(batch)] for batch in produced], limit, iteration))
+
+    def _make_table(self, produced: Sequence[Batch], limit: int, iteration: int) -> None:
+        self._table = sample_table(produced, limit, iteration, self._job.sample_texts)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Logs the metrics of an iteration that is done, or of the evaluation before the first as step 0."""
         self._profile.discard()  # the evaluation
         with self._job.timer("logging"):
-            for tracker in self._trackers if metrics else ():  # step 0 without an evaluation has no metrics
-                tracker.log(step, metrics, self._table)
-            self._table = None
             self._endpoint.log(step, metrics)
             if self._alarms and metrics:
                 self.stop_reason = self._alarms.check(step, metrics) or self.stop_reason
+        self._writer.write(partial(self._write, step, dict(metrics), self._timeline.line(step) if step else ""))
+
+    def _write(self, step: int, metrics: dict[str, float], timeline: str) -> None:
+        for tracker in self._trackers if metrics else ():  # step 0 without an evaluation has no metrics
+            tracker.log(step, metrics, self._table)
+        self._table = None
         if step:
             self._status.log(step, metrics)
-            self._timeline.write(step)
+            self._timeline.write(timeline)
 
     def close(self) -> None:
         """Closes trackers and alarms, and prints the summary on rank 0; collective."""
+        self._writer.flush()
         self._resources.close()
         phases = self._profile.table(self._job.config.profile.synchronize)
         for tracker in self._trackers:

@@ -4,7 +4,8 @@
                                  +------ left(why), __exit__ -----> left        can be resumed
                                  +------ exception ---------------> failed
 
-    rank's thread    running, log, left, __exit__: change the state, and write
+    rank's thread    running, left, __exit__: change the state, and write
+    thread "records" log: the same
     thread "status"  _poll: writes a change of the phase or checkpoint, and every HEARTBEAT_SECONDS
 
 A run that was killed stays "running" in the file; readers see by the time of the last write that it is dead.
@@ -164,7 +165,8 @@ class StatusFile:
 
     def left(self, why: str) -> None:
         """Records that the run ends before its last iteration, for the reason `why`, and can be resumed."""
-        self._status = replace(self._status, state="left", message=why)
+        with self._lock:
+            self._status = replace(self._status, state="left", message=why)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         # Before the last write, or the thread could write an older state after it.
@@ -203,12 +205,11 @@ class StatusFile:
         return replace(status, phase=self._phase(), updated=time.time(), eta_seconds=eta, checkpoint=self._checkpoint())
 
     def _write(self, **changes: Any) -> None:
-        if changes:  # only the rank's thread has some
+        with self._lock:  # all three threads write
             self._status = replace(self._status, **changes)
-        if not self._writes:
-            return
-        with self._lock, suppress(OSError), replacing(self._path) as file:  # both threads write
-            file.write_text(json.dumps(asdict(self.current()), indent=2) + "\n", encoding="utf-8")
+            if self._writes:
+                with suppress(OSError), replacing(self._path) as file:
+                    file.write_text(json.dumps(asdict(self.current()), indent=2) + "\n", encoding="utf-8")
 
 
 def read_status(folder: Path) -> Status:

@@ -10,7 +10,7 @@ from typing import Any
 from verl_mg.config import Config, CriticConfig, FrozenConfig, TrainableConfig
 from verl_mg.engines.kinds import ENGINES, ProcessKind
 from verl_mg.errors import UserError
-from verl_mg.fsdp.trainer import check_trainable
+from verl_mg.fsdp.options import check_trainable
 from verl_mg.layout import Layout, parse_ranks
 from verl_mg.planner.inputs import AuxiliaryRole
 from verl_mg.planner.training_options import TrainingOptions, frozen_options, fsdp_options, recompute, training_options

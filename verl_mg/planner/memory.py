@@ -6,15 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from verl_mg.config import FsdpConfig
+from verl_mg.dtypes import ITEM_BYTES
 from verl_mg.errors import UserError
-from verl_mg.fsdp.family_check import Form, form_of
-from verl_mg.fsdp.sharded_module import ShardedModule, divided_module
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.layout.suggest import resolve_layout
+from verl_mg.lazy_import import lazy_import
 from verl_mg.planner.activations import activation_bytes, inference_bytes
 from verl_mg.planner.inputs import ACTIVATIONS, GATHERED, OPTIMIZER_STATES, WEIGHT_BYTES, PlanInputs
 from verl_mg.planner.training_options import TrainingOptions
@@ -26,6 +25,16 @@ from verl_mg.sharding.module_table import ModuleTable
 from verl_mg.sharding.shard_map import ShardMap
 from verl_mg.sharding.weight_table import WeightTable
 
+if TYPE_CHECKING:
+    from verl_mg.fsdp import family_check
+    from verl_mg.fsdp import sharded_module as fsdp_module
+    from verl_mg.fsdp.family_check import Form
+    from verl_mg.fsdp.sharded_module import ShardedModule
+else:
+    family_check = lazy_import("verl_mg.fsdp.family_check")
+    fsdp_module = lazy_import("verl_mg.fsdp.sharded_module")
+
+BF16_BYTES = 2
 FLOAT32_BYTES = 4  # bytes of a float32 weight, and of each gradient that is summed
 FP8_COPY_BYTES = 2
 """Bytes of the two copies of a weight in FP8, one of them transposed, that Transformer Engine keeps between passes."""
@@ -71,7 +80,7 @@ def _kind(weights: ModelTable, shard: Shard) -> tuple[str, int]:
         return "dense", 1  # all padding, which only vocabularies have
     entry = weights.tensor_index.entries[shard.pieces[0].tensor]
     if entry.tensor.dtype:
-        return "other_bytes", entry.tensor.dtype.itemsize
+        return "other_bytes", ITEM_BYTES[entry.tensor.dtype]
     return ("experts" if entry.of_experts else "dense"), 1
 
 
@@ -143,9 +152,8 @@ def _quantized_stages(weights: ModelTable, layout: EngineLayout, wire: Wire) -> 
         for shard in target.shards(stage * layout.tp).values():
             name = shard.pieces[0].tensor if shard.pieces else ""
             entry = weights.tensor_index.entries.get(target.plain_name(name))
-            dtype = target.tensors[name].wire_dtype(torch.bfloat16) if name else torch.bfloat16
             kind = "experts" if entry and entry.of_experts else "dense"
-            sizes[kind] += math.prod(shard.shape) * dtype.itemsize
+            sizes[kind] += math.prod(shard.shape) * (target.tensors[name].itemsize(BF16_BYTES) if name else BF16_BYTES)
         stages.append(EngineBytes(**sizes))
     return tuple(stages)
 
@@ -163,10 +171,7 @@ def check(inputs: PlanInputs, layout: Layout) -> None:
         sharded_module(inputs, layout)  # divides the real module, and raises where that is not possible
         return
     assert isinstance(inputs.weights, WeightTable)
-    inputs.weights.check_layout(layout)
-    if inputs.options.exchanged == "heads":  # other exchanges leave the heads on their ranks
-        config = inputs.weights.config
-        layout.check_context(config.heads, config.linear_value_heads)
+    inputs.weights.check_training(layout, exchanges_heads=inputs.options.exchanged == "heads")
 
 
 def check_engine(inputs: PlanInputs, layout: EngineLayout) -> None:
@@ -261,17 +266,19 @@ def form_of_rows(inputs: PlanInputs) -> Form:
 @cache  # equal for every layout, also where no form is right
 def _form_of(table: ModuleTable, longest_row: int) -> Form | str:
     try:
-        return form_of(table, longest_row)
+        return family_check.form_of(table, longest_row)
     except UserError as error:
         return str(error)
 
 
-_divided_module = cache(divided_module)  # equal for every layout with the same tp
+@cache  # equal for every layout with the same tp
+def _divided_module(table: ModuleTable, is_packed: bool, tp: int) -> Any:
+    return fsdp_module.divided_module(table, is_packed, tp)
 
 
 @cache  # equal for every batch and all hardware
 def _sharded_module(table: ModuleTable, is_packed: bool, layout: Layout, options: FsdpConfig) -> ShardedModule:
-    return ShardedModule(partial(_divided_module, table, is_packed), table, layout, options)
+    return fsdp_module.ShardedModule(partial(_divided_module, table, is_packed), table, layout, options)
 
 
 def _module_parts(inputs: PlanInputs, layout: Layout, is_trained: bool) -> dict[str, int]:

@@ -15,6 +15,7 @@ from functools import cache, partial
 from itertools import groupby
 from operator import itemgetter
 
+from verl_mg.dtypes import ITEM_BYTES
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout
 from verl_mg.layout.suggest import engine_layouts_on, is_valid, layouts_on, nearest, resolve_engine_layout
@@ -225,7 +226,7 @@ def _fitting_rollouts(inputs: PlanInputs, layouts: Iterable[EngineLayout]) -> It
     encoding = encoding_of(inputs.wire)
     least = inputs.size.bytes
     if encoding:
-        least = inputs.size.elements * encoding.dtype.itemsize // encoding.packed
+        least = inputs.size.elements * ITEM_BYTES[encoding.dtype] // encoding.packed
     for _, equal in groupby(sorted(layouts, key=nodes), key=nodes):
         may_fit = [layout for layout in equal if least / layout.ranks <= inputs.usable]
         sides = [rollout_side(inputs, layout) for layout in may_fit]

@@ -3,46 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from math import prod
 
 from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.sharding.boxes import Shard
-from verl_mg.sharding.shard_map import Replicas, ShardMap
+from verl_mg.sharding.shard_map import ShardMap
 
 
+@dataclass(frozen=True)
 class TensorChunk:
-    """Shard map of some of the tensors of a larger one; each parameter is in it whole or not at all."""
+    """Some of the tensors of a shard map, and the parameters that have them; each parameter is in one chunk, whole."""
 
-    # `shards` are the shards of `whole`: a function, which caches them for all chunks.
-    def __init__(
-        self,
-        whole: ShardMap,
-        shards: Callable[[int], Mapping[str, Shard]],
-        tensors: Iterable[str],
-        is_first: bool = False,
-    ) -> None:
-        self._whole, self._shards, self._is_first = whole, shards, is_first
-        self.ranks = whole.ranks
-        self.tensors: Mapping[str, TensorInfo] = {name: whole.tensors[name] for name in tensors}
+    number: int
+    tensors: Mapping[str, TensorInfo]
+    shards_of_chunks: Callable[[int], Sequence[Mapping[str, Shard]]]  # of each rank, by the number of the chunk
 
     def shards(self, rank: int) -> Mapping[str, Shard]:
         """Returns the rank's parameters of the chunk's tensors; the first chunk also has parameters of padding."""
-        return {
-            name: shard
-            for name, shard in self._shards(rank).items()
-            if (shard.pieces[0].tensor in self.tensors if shard.pieces else self._is_first)
-        }
-
-    def replicas(self, tensor: str) -> Replicas:
-        """Returns the replicas of a tensor of the chunk; empty for other tensors."""
-        return self._whole.replicas(tensor) if tensor in self.tensors else Replicas()
-
-    def sharding_key(self, tensor: str) -> Hashable:
-        """Returns the key of the whole shard map."""
-        return self._whole.sharding_key(tensor)
+        return self.shards_of_chunks(rank)[self.number]
 
 
 def split_into_chunks(
@@ -54,19 +36,42 @@ def split_into_chunks(
     tensor, stay in one chunk, so the chunks move no more bytes than the whole; a single parameter may be larger than
     `max_elements`. `keep_together`: further sets of tensors for one chunk.
     """
-    shards_of = cache(whole.shards)
-    held = [shards_of(rank) for rank in ranks]
-    elements_of = [_elements(shards) for shards in held]
-    chunks: list[list[str]] = []
-    sizes = [0] * len(held)
+    # Of each set of inseparable tensors, the elements on the ranks that have some: a rank has few of all experts.
+    first_of: dict[str, str] = {}  # the first tensor of the set of each tensor
+    sets: dict[str, list[str]] = {}
+    held = [whole.shards(rank) for rank in ranks]
     for tensors in _inseparable(whole, held, keep_together):
-        added = [sum(count[name] for name in tensors) for count in elements_of]
-        if not chunks or any(size + more > max_elements for size, more in zip(sizes, added, strict=True)):
+        sets[tensors[0]] = tensors
+        first_of |= dict.fromkeys(tensors, tensors[0])
+    elements: dict[str, Counter[int]] = defaultdict(Counter)
+    for number, shards in enumerate(held):
+        for shard in shards.values():
+            if shard.pieces:
+                elements[first_of[shard.pieces[0].tensor]][number] += prod(shard.shape)
+    chunks: list[list[str]] = []
+    sizes: Counter[int] = Counter()
+    is_full = True
+    for first, tensors in sets.items():
+        added = elements[first]
+        if is_full or any(sizes[number] + more > max_elements for number, more in added.items()):
             chunks.append([])
-            sizes = [0] * len(held)
+            sizes = Counter()
         chunks[-1] += tensors
-        sizes = [size + more for size, more in zip(sizes, added, strict=True)]
-    return [TensorChunk(whole, shards_of, tensors, number == 0) for number, tensors in enumerate(chunks)]
+        sizes.update(added)
+        is_full = any(sizes[number] > max_elements for number in added)  # a single parameter may be larger
+    chunk_of = {name: number for number, tensors in enumerate(chunks) for name in tensors}
+
+    @cache
+    def shards_of_chunks(rank: int) -> Sequence[Mapping[str, Shard]]:
+        result: list[dict[str, Shard]] = [{} for _ in chunks]
+        for name, shard in whole.shards(rank).items():
+            result[chunk_of[shard.pieces[0].tensor] if shard.pieces else 0][name] = shard
+        return result
+
+    return [
+        TensorChunk(number, {name: whole.tensors[name] for name in tensors}, shards_of_chunks)
+        for number, tensors in enumerate(chunks)
+    ]
 
 
 def _inseparable(
@@ -81,21 +86,17 @@ def _inseparable(
             root[name] = name = root[root[name]]
         return name
 
-    by_parameters = ([piece.tensor for piece in shard.pieces] for shards in held for shard in shards.values())
-    for names in chain(by_parameters, keep_together):
-        for name in names[1:]:
-            root[find(name)] = find(names[0])
+    by_parameters = (
+        [piece.tensor for piece in shard.pieces]
+        for shards in held
+        for shard in shards.values()
+        if len(shard.pieces) > 1
+    )
+    for first, *others in chain(by_parameters, keep_together):
+        together = find(first)
+        for name in others:
+            root[find(name)] = together
     sets: dict[str, list[str]] = defaultdict(list)
     for name in sorted(whole.tensors, key=lambda name: whole.tensors[name].position):
         sets[find(name)].append(name)
     yield from sets.values()
-
-
-def _elements(shards: Mapping[str, Shard]) -> Counter[str]:
-    """Returns the sizes of parameters under the names of their first tensors."""
-    # A parameter counts once: all its tensors are in one chunk.
-    count: Counter[str] = Counter()
-    for shard in shards.values():
-        if shard.pieces:
-            count[shard.pieces[0].tensor] += prod(shard.shape)
-    return count

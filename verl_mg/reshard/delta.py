@@ -132,9 +132,9 @@ def checksum(values: Tensor) -> int:
     for slab in _slabs(_bits(values)):
         content = slab.contiguous().view(torch.uint8)
         words = torch.nn.functional.pad(content, (0, -len(content) % 8)).view(torch.int64)
-        at = torch.arange(start, start + len(words), device=slab.device)
-        words = words * (at * -0x61C8864680B583EB | 1)  # 2**64 over the golden ratio, as a signed number
-        total += ((words ^ (words >> 32)) * -0x40A7B892E31B1A47).sum()
+        mixed = torch.arange(start, start + len(words), device=slab.device)
+        mixed = mixed.mul_(-0x61C8864680B583EB).bitwise_or_(1).mul_(words)  # 2**64 over the golden ratio, signed
+        total += (mixed >> 32).bitwise_xor_(mixed).mul_(-0x40A7B892E31B1A47).sum()
         start += len(words)
     return int(total)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl_mg import device
 from verl_mg.reshard.delta import HEADER_BYTES, Patch, apply_delta, encode_delta
-from verl_mg.reshard.execute import Traffic
+from verl_mg.reshard.execute import Computed, Sources, Traffic
 from verl_mg.reshard.schedule import Bucket, Message, Schedule, Segment
 from verl_mg.sharding.boxes import Box, intersect, slices, translate_box
 
@@ -24,30 +24,47 @@ Tensors = Mapping[str, Tensor]
 
 
 class SentValues:
-    """Copies of the source's parameters as they were sent last, in host memory."""
+    """Copies of the boxes of the source as they were sent last, in host memory."""
 
     # Copies, and not the bits that the last update has changed: XOR would need the values before it too.
 
     def __init__(self) -> None:
-        self._copies: dict[str, Tensor] = {}
+        self._copies: dict[tuple[str, Box], Tensor] = {}
 
     def encode(self, parameter: str, box: Box, values: Tensor) -> Tensor:
-        """Returns the changes of a box since its parameter was kept; all of its elements where it was not."""
-        kept = self._copies.get(parameter)
-        return encode_delta(values, None if kept is None else kept[slices(box)].to(values.device))
+        """Returns the changes of a box since it was kept, all of its elements where it was not, and keeps it."""
+        kept = self._copies.get((parameter, box))
+        code = encode_delta(values, None if kept is None else kept.to(values.device))
+        self.keep(parameter, box, values)
+        return code
 
-    def keep(self, schedule: Schedule, source: Tensors) -> None:
-        """Copies the parameters of which a schedule has sent boxes."""
-        for name in schedule.source_parameters:
-            values = source[name].detach()
-            if name not in self._copies:
-                self._copies[name] = device.host_buffer(values)
-            self._copies[name].copy_(values)
+    def keep(self, parameter: str, box: Box, values: Tensor) -> None:
+        """Copies a box of a parameter."""
+        if (parameter, box) not in self._copies:
+            self._copies[parameter, box] = device.host_buffer(values)
+        self._copies[parameter, box].copy_(values)
+
+    def keep_all(self, schedule: Schedule, source: Sources) -> None:
+        """Copies the boxes that a schedule sends, or copies within the rank."""
+        boxes = {
+            (segment.parameter, segment.parameter_box): segment.tensor
+            for segment in schedule.segments(outgoing=True)
+            if not segment.forwarded
+        }
+        boxes |= {(copy.source, copy.source_box): copy.tensor for copy in schedule.copies if not copy.from_target}
+        for (parameter, box), tensor in boxes.items():
+            self.keep(parameter, box, values_of(source, parameter, tensor, box))
+
+
+def values_of(source: Sources, parameter: str, tensor: str, box: Box) -> Tensor:
+    """Returns the elements of a tensor in a box of a parameter of the source."""
+    held = source[parameter]
+    return held.values(tensor, box) if isinstance(held, Computed) else held.detach()[slices(box)]
 
 
 def transfer_changes(
     schedule: Schedule,
-    source: Tensors,
+    source: Sources,
     sent: SentValues,
     group: dist.ProcessGroup | None = None,
     wait_for: Callable[[str], object] | None = None,
@@ -64,7 +81,7 @@ def transfer_changes(
         transfer.run(bucket)
     for copy in schedule.copies:
         if not copy.from_target:
-            code = transfer.encoded(copy.source, copy.source_box)
+            code = transfer.encoded(copy.source, copy.source_box, copy.tensor)
             transfer.patches[copy.target, copy.target_box] = code
     # A box that the rank needs twice arrived once, perhaps in parts: each part is a patch of the second place too.
     for copy in schedule.copies:
@@ -73,7 +90,6 @@ def transfer_changes(
                 if parameter == copy.source and intersect(box, copy.source_box) == box:
                     at = translate_box(box, copy.source_box, copy.target_box)
                     transfer.patches[copy.target, at] = code
-    sent.keep(schedule, source)
     transfer.traffic.seconds = time.perf_counter() - begin
     return [Patch(*place, code) for place, code in transfer.patches.items()], transfer.traffic
 
@@ -90,7 +106,7 @@ def apply_patches(patches: Iterable[Patch], target: Tensors) -> bool:
 class _Transfer:
     def __init__(
         self,
-        source: Tensors,
+        source: Sources,
         sent: SentValues,
         group: dist.ProcessGroup | None,
         wait_for: Callable[[str], object],
@@ -102,12 +118,12 @@ class _Transfer:
         self.patches: dict[tuple[str, Box], Tensor] = {}
         self.traffic = Traffic()
 
-    def encoded(self, parameter: str, box: Box) -> Tensor:
+    def encoded(self, parameter: str, box: Box, tensor: str) -> Tensor:
         """Returns the changes of a box of the source, which is encoded once for all its receivers."""
         if (parameter, box) not in self._codes:
             begin = time.perf_counter()
             self._wait_for(parameter)
-            values = self._source[parameter].detach()[slices(box)]
+            values = values_of(self._source, parameter, tensor, box)
             self._codes[parameter, box] = self._sent.encode(parameter, box, values).to(self._device)
             self.traffic.seconds_packing += time.perf_counter() - begin
         return self._codes[parameter, box]
@@ -137,7 +153,7 @@ class _Transfer:
 
     def _code(self, segment: Segment) -> Tensor:
         place = segment.parameter, segment.parameter_box
-        return self.patches[place] if segment.forwarded else self.encoded(*place)
+        return self.patches[place] if segment.forwarded else self.encoded(*place, segment.tensor)
 
     def _exchange(self, bucket: Bucket, tensors: Mapping[int, Tensor]) -> None:
         begin = time.perf_counter()

@@ -14,32 +14,41 @@ engine has one scale for it. Weights are encoded exactly as if each tensor was q
     2  for blocks that are distributed over ranks they are maximized over the ranks: one collective, 4 bytes a block
     3  scales and values follow from them, element by element
 
-Ranks need memory for the encoded values of one part of the model at a time.
+Encoded values exist only in messages and in the engine's memory.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-
-import numpy as np
-import numpy.typing as npt
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 from verl_mg import device
+from verl_mg.dtypes import torch_dtype
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.tensor_index import TensorInfo
-from verl_mg.reshard.chunking import TensorChunk
 from verl_mg.reshard.encoding import Encoding, add_largest, check_packing, encode_box
+from verl_mg.reshard.execute import Computed, Sources
 from verl_mg.reshard.schedule import Schedule
-from verl_mg.sharding.boxes import Box, Piece, Shard, box_shape, slices
+from verl_mg.sharding.boxes import Box, Piece, Shard, box_shape, intersect, slices
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, Replicas, ShardMap
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+else:
+    np = lazy_import("numpy")
+    torch = lazy_import("torch")
+    dist = lazy_import("torch.distributed")
 
 
 def quantized_tensors(table: ModelTable) -> frozenset[str]:
@@ -157,6 +166,10 @@ class EncodedShardMap(ABC):
 class EncodedSource(EncodedShardMap):
     """The weights of the ranks that encode; each rank has memory for the scales of its whole tensors."""
 
+    def __init__(self, whole: ShardMap, encoding: Encoding, encoded: Collection[str]) -> None:
+        super().__init__(whole, encoding, encoded)
+        self._pieces: dict[int, Mapping[str, Sequence[tuple[str, Piece]]]] = {}
+
     def _add_scales(self, result: dict[str, Shard], name: str, shard: Shard) -> None:
         for piece in shard.pieces:
             scales = self._scales(name, piece)
@@ -175,6 +188,17 @@ class EncodedSource(EncodedShardMap):
             return None
         return self.scales_of(piece.tensor), box, box
 
+    def pieces(self, rank: int) -> Mapping[str, Sequence[tuple[str, Piece]]]:
+        """Returns the pieces that a rank has of each encoded matrix, and their parameters."""
+        if rank not in self._pieces:
+            pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+            for parameter, shard in self.whole.shards(rank).items():
+                for piece in shard.pieces:
+                    if piece.tensor in self.encoded:
+                        pieces[piece.tensor].append((parameter, piece))
+            self._pieces[rank] = pieces
+        return self._pieces[rank]
+
     def shared_blocks(self, tensor: str) -> npt.NDArray[np.bool_]:
         """Returns the blocks of which different sets of ranks have parts: (block rows, block columns) bool."""
         shape = self.whole.tensors[tensor].shape
@@ -191,23 +215,6 @@ class EncodedSource(EncodedShardMap):
                 touched[rows, columns] = True
             count += touched
         return count > 1
-
-
-class EncodedPart(TensorChunk):
-    """Shard map of some of the tensors of an encoded source, scales among them; it cuts parameters."""
-
-    def __init__(self, source: EncodedSource, tensors: Iterable[str]) -> None:
-        super().__init__(source, source.shards, tensors)
-        self.source = source
-
-    def shards(self, rank: int) -> Mapping[str, Shard]:
-        """Returns the rank's parameters with their pieces of the part's tensors."""
-        result: dict[str, Shard] = {}
-        for name, shard in self.source.shards(rank).items():
-            pieces = tuple(piece for piece in shard.pieces if piece.tensor in self.tensors)
-            if pieces:
-                result[name] = replace(shard, pieces=pieces)
-        return result
 
 
 class EncodedTarget(EncodedShardMap):
@@ -287,104 +294,113 @@ def check_engine_blocks(table: ModelTable, target: ShardMap, encoding: Encoding,
 class Encoder:
     """Encoder of one part of a model on one rank, used for every weight sync."""
 
-    # Ranks agree on scales, and do not move the rows of shared blocks to one of them: that would send twice. A part is
-    # encoded before it is sent, not message by message: so an element is quantized once for all its receivers.
+    # Ranks agree on scales, and do not move the rows of shared blocks to one of them: that would send twice. Scales are
+    # computed first, for all tensors of the part, and values box by box as they are sent.
 
-    def __init__(self, part: EncodedPart, schedule: Schedule, dtype: torch.dtype) -> None:
-        self._part, self._source, self._dtype, self._schedule = part, part.source, dtype, schedule
-        self._encoding = part.source.encoding
-        encoded = [name for name in part.tensors if name in part.source.encoded]
+    def __init__(self, source: EncodedSource, tensors: Collection[str], schedule: Schedule, dtype: torch.dtype) -> None:
+        self._source, self._dtype, self._schedule = source, dtype, schedule
+        self._encoding = source.encoding
+        encoded = [name for name in tensors if name in source.encoded]
         # One mask for all tensors with the same boxes, such as one kind of each layer.
         masks: dict[Hashable, torch.Tensor] = {}
         for name in encoded:
-            key = part.source.whole.sharding_key(name)
+            key = source.whole.sharding_key(name)
             if key not in masks:
-                masks[key] = torch.from_numpy(np.ascontiguousarray(part.source.shared_blocks(name)))
-        self._shared = {name: masks[part.source.whole.sharding_key(name)] for name in encoded}
+                masks[key] = torch.from_numpy(np.ascontiguousarray(source.shared_blocks(name)))
+        self._shared = {name: masks[source.whole.sharding_key(name)] for name in encoded}
         self.bytes_exchanged = 4 * sum(int(mask.sum()) for mask in self._shared.values())
         """Bytes of largest magnitudes that the ranks exchange in a run, in addition to the schedule's."""
-        self._pieces: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
-        for parameter, shard in part.source.whole.shards(schedule.rank).items():
-            for piece in shard.pieces:
-                if piece.tensor in self._shared:
-                    self._pieces[piece.tensor].append((parameter, piece))
+        pieces = source.pieces(schedule.rank)
+        self._pieces = {name: pieces[name] for name in encoded if name in pieces}
+        # Of tensors that this rank sends a part of, or of whose largest magnitudes others need its part.
+        sent = schedule.source_parameters
+        self._read = [
+            name
+            for name, parts in self._pieces.items()
+            if source.scales_of(name) in sent
+            or any(parameter + self._encoding.value_suffix in sent for parameter, _ in parts)
+            or self._shared[name].any()
+        ]
 
     @cached_property
     def source_parameters(self) -> frozenset[str]:
         """Parameters that are read before they are encoded."""
-        read = {name for tensor in self._pieces if self._is_read(tensor) for name, _ in self._pieces[tensor]}
+        read = {name for tensor in self._read for name, _ in self._pieces[tensor]}
         scales = {self._source.scales_of(tensor) for tensor in self._pieces}
         values = {name + self._encoding.value_suffix for pieces in self._pieces.values() for name, _ in pieces}
-        return self._schedule.source_parameters - scales - values | read
+        return frozenset(self._schedule.source_parameters - scales - values | read)
 
     def run(
         self,
         parameters: Mapping[str, Tensor],
         wait_for: Callable[[str], object],
         group: dist.ProcessGroup | None = None,
-    ) -> Mapping[str, Tensor]:
-        """Returns what the schedule sends, encoded; all ranks of the group call it together."""
+    ) -> Sources:
+        """Returns what the schedule sends: scales, and values that are encoded when they are sent.
+
+        All ranks of the group call it together.
+        """
         here = device.current_device()
-        sent = self._schedule.source_parameters
         for name in self.source_parameters:
             wait_for(name)
-        largest: dict[str, Tensor] = {}
-        for tensor, pieces in self._pieces.items():
-            if not self._is_read(tensor):
-                continue
-            shape = self._source.whole.tensors[tensor].shape
-            largest[tensor] = torch.zeros(self._encoding.grid(shape), device=here)
-            for parameter, piece in pieces:
-                values = self._values(parameters, parameter, piece)
-                add_largest(largest[tensor], values, piece.source, self._encoding.block(shape))
-        self._exchange(largest, here, group)
-        result = {name: tensor for name, tensor in parameters.items() if name in self._schedule.source_shapes}
-        for name, shard in self._part.shards(self._schedule.rank).items():
-            if shard.pieces[0].tensor in self._shared:
-                dtype = self._encoding.dtype
-                memory = torch.empty(shard.shape if name in sent else (), dtype=dtype, device=here)
-                result[name] = memory.expand(shard.shape)  # what is not sent needs no memory
-        for tensor, magnitudes in largest.items():
-            scales = self._encoding.scales(magnitudes, self._dtype)
-            result[self._source.scales_of(tensor)] = scales
-            for parameter, piece in self._pieces[tensor]:
-                name = parameter + self._encoding.value_suffix
-                if name in sent:
-                    values = self._values(parameters, parameter, piece)
-                    encode_box(self._encoding, values, scales, piece.source, self._memory_of(result[name], piece))
-        # Scales that this rank neither computes nor sends: `execute` requires all planned parameters in their shapes.
+        # The scales of all tensors are parts of one, so that they take one operation of each kind.
+        grids = {name: self._encoding.grid(self._source.whole.tensors[name].shape) for name in self._shared}
+        sizes = {name: math.prod(grids[name]) for name in dict.fromkeys([*self._exchanged, *self._read])}
+        magnitudes = torch.zeros(sum(sizes.values()), device=here)
+        largest = dict(zip(sizes, magnitudes.split(list(sizes.values())), strict=True))
+        for name in self._read:
+            shape = self._source.whole.tensors[name].shape
+            for parameter, piece in self._pieces[name]:
+                values = self._values(parameters, parameter, piece, piece.target)
+                add_largest(largest[name].view(grids[name]), values, piece.source, self._encoding.block(shape))
+        self._exchange(magnitudes, group)
+        parts = self._encoding.scales(magnitudes, self._dtype).split(list(sizes.values()))
+        scales = {name: part.view(grids[name]) for name, part in zip(sizes, parts, strict=True)}
+        result: dict[str, Tensor | Computed] = {self._source.scales_of(name): scales[name] for name in self._read}
+        encoded = {name + self._encoding.value_suffix: name for parts in self._pieces.values() for name, _ in parts}
         for name, shape in self._schedule.source_shapes.items():
-            if name not in result:
-                result[name] = torch.empty((), device=here).expand(shape)
+            if name in encoded:
+                write = partial(self._write, parameters, scales, encoded[name])
+                result[name] = Computed(shape, torch_dtype(self._encoding.dtype), here, write)
+            elif name not in result:
+                result[name] = parameters[name]
         return result
 
-    def _is_read(self, tensor: str) -> bool:
-        """Returns whether this rank sends a part of a tensor, or others need its largest magnitudes."""
-        names = {parameter + self._encoding.value_suffix for parameter, _ in self._pieces[tensor]}
-        names.add(self._source.scales_of(tensor))
-        return bool(names & self._schedule.source_parameters or self._shared[tensor].any())
+    def _write(
+        self,
+        parameters: Mapping[str, Tensor],
+        scales: Mapping[str, Tensor],
+        parameter: str,
+        tensor: str,
+        box: Box,
+        target: Tensor,
+    ) -> None:
+        """Encodes the elements of a tensor in a box of the encoded parameter."""
+        *others, (start, stop) = box
+        at: Box = (*others, (start * self._encoding.packed, stop * self._encoding.packed))
+        (piece,) = (
+            piece for name, piece in self._pieces[tensor] if name == parameter and intersect(at, piece.target) == at
+        )
+        source = piece.source_of(at)
+        values = self._values(parameters, parameter, piece, at)
+        encode_box(self._encoding, values, scales[tensor], source, target.view(*values.shape[:-1], stop - start))
 
-    def _values(self, parameters: Mapping[str, Tensor], parameter: str, piece: Piece) -> Tensor:
-        box = parameters[parameter].detach()[slices(piece.target)]
-        return box.view(box_shape(piece.source)).to(self._dtype)
+    def _values(self, parameters: Mapping[str, Tensor], parameter: str, piece: Piece, box: Box) -> Tensor:
+        """Returns the elements in a box of the parameter within a piece, with the dimensions of its tensor."""
+        values = parameters[parameter].detach()[slices(box)]
+        return values.view(box_shape(piece.source_of(box))).to(self._dtype)
 
-    def _memory_of(self, parameter: Tensor, piece: Piece) -> Tensor:
-        start, stop = piece.target[-1]
-        box = (*piece.target[:-1], (start // self._encoding.packed, stop // self._encoding.packed))
-        return parameter[slices(box)].view(*box_shape(piece.source)[:-1], (stop - start) // self._encoding.packed)
+    @cached_property
+    def _exchanged(self) -> Mapping[str, Tensor]:
+        """The tensors with blocks that are distributed over ranks, and which blocks these are, flattened."""
+        return {name: mask.flatten() for name, mask in self._shared.items() if mask.any()}
 
-    def _exchange(self, largest: Mapping[str, Tensor], here: torch.device, group: dist.ProcessGroup | None) -> None:
+    def _exchange(self, magnitudes: Tensor, group: dist.ProcessGroup | None) -> None:
         """Maximizes the largest magnitudes of blocks that are distributed over ranks."""
         if not self.bytes_exchanged:
             return
-        # All ranks go through the same tensors in the same order, with zeros for what they do not have.
-        masks = {tensor: mask.to(here) for tensor, mask in self._shared.items() if mask.any()}
-        parts = [
-            largest[tensor][mask] if tensor in largest else torch.zeros(int(mask.sum()), device=here)
-            for tensor, mask in masks.items()
-        ]
-        everyone = torch.cat(parts)
+        # All ranks have these tensors first, in the same order, with zeros for what they do not have.
+        places = torch.cat([*self._exchanged.values()]).nonzero().squeeze(1).to(magnitudes.device)
+        everyone = magnitudes[places]
         dist.all_reduce(everyone, dist.ReduceOp.MAX, group)
-        for (tensor, mask), part in zip(masks.items(), everyone.split([len(part) for part in parts]), strict=True):
-            if tensor in largest:
-                largest[tensor][mask] = part
+        magnitudes[places] = everyone

@@ -13,15 +13,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
+from itertools import pairwise, product
+from typing import TYPE_CHECKING, Literal
 
 from verl_mg.errors import UserError
-from verl_mg.sharding.boxes import BlockSize, Box, scale_grid
+from verl_mg.lazy_import import lazy_import
+from verl_mg.sharding.boxes import BlockSize, Box, box_shape, scale_grid, slices
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 Wire = Literal["cast", "fp8_block", "fp8_channel", "mxfp8", "int4"]
 """Form in which the weights of an engine travel; `cast`: in its dtype, not quantized."""
@@ -35,10 +40,10 @@ class Encoding(ABC):
 
     wire: Wire
     """Its name, for messages."""
-    dtype: torch.dtype
-    """Dtype of the values on the wire."""
-    scale_dtype: torch.dtype | None
-    """Dtype of the scales; None: the model's."""
+    dtype: str
+    """Name of the dtype of the values on the wire."""
+    scale_dtype: str | None
+    """Name of the dtype of the scales; None: the model's."""
     scale_suffix: str
     """End of the names of scales, after the name of the parameter."""
     value_suffix: str = ""
@@ -68,7 +73,7 @@ class Encoding(ABC):
 
     @abstractmethod
     def quantize(self, values: Tensor, scales: Tensor) -> Tensor:
-        """Returns values (rows, columns) on the wire; `scales` are broadcast to their shape."""
+        """Returns values (..., columns) as they are on the wire, but for a cast; `scales` are broadcast to them."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +81,8 @@ class FP8(Encoding):
     """Values in float8_e4m3fn; the largest one of a block is the largest that the dtype has."""
 
     wire: Wire = "fp8_block"
-    dtype: torch.dtype = torch.float8_e4m3fn
-    scale_dtype: torch.dtype | None = torch.float32
+    dtype: str = "float8_e4m3fn"
+    scale_dtype: str | None = "float32"
     scale_suffix: str = "_scale_inv"
     smallest: float = 1e-4
     """Smallest value that is taken for the largest magnitude of a block."""
@@ -89,12 +94,12 @@ class FP8(Encoding):
         return largest.clamp(min=self.smallest) / _FP8_MAX
 
     def quantize(self, values: Tensor, scales: Tensor) -> Tensor:
-        """Returns float8_e4m3fn values, which are 0 in a block with scale 0."""
+        """Returns float32 values for float8_e4m3fn, which are 0 in a block with scale 0."""
         # As the quantizer of each engine computes: vLLM multiplies by the rounded reciprocal, SGLang divides.
         if self.by_reciprocal:
             factors = torch.where(scales == 0, scales, scales.reciprocal())
-            return (values.float() * factors).clamp(-_FP8_MAX, _FP8_MAX).to(self.dtype)
-        return (values.float() / scales).to(self.dtype)
+            return (values.float() * factors).clamp_(-_FP8_MAX, _FP8_MAX)
+        return values.float() / scales
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,8 @@ class MXFP8(Encoding):
     """Values in float8_e4m3fn, scales in E8M0 (OCP Microscaling Formats, version 1.0, sections 5.3.1 and 5.4.1)."""
 
     wire: Wire = "mxfp8"
-    dtype: torch.dtype = torch.float8_e4m3fn
-    scale_dtype: torch.dtype | None = torch.uint8  # the bytes of float8_e8m0fnu, as SGLang's parameters have them
+    dtype: str = "float8_e4m3fn"
+    scale_dtype: str | None = "uint8"  # the bytes of float8_e8m0fnu, as SGLang's parameters have them
     scale_suffix: str = "_scale_inv"
     rows: int = 1
     columns: int | None = 32
@@ -119,11 +124,11 @@ class MXFP8(Encoding):
         return biased.where(largest.isfinite(), 255).to(torch.uint8)  # 255 is E8M0's NaN
 
     def quantize(self, values: Tensor, scales: Tensor) -> Tensor:
-        """Returns float8_e4m3fn values; the division by a power of two is exact."""
+        """Returns float32 values for float8_e4m3fn; the division by a power of two is exact."""
         # GPU: the device divides and casts, for the bits that SGLang's quantizer makes there.
         # GPU-TEST: tests/reshard/test_encoding.py::test_mxfp8_of_every_bfloat16_equals_an_engine_bitwise
         # GPU-RAN: not yet
-        return (values.float() / scales.view(torch.float8_e8m0fnu).float()).to(self.dtype)
+        return values.float() / scales.view(torch.float8_e8m0fnu).float()
 
 
 @dataclass(frozen=True)
@@ -131,8 +136,8 @@ class Int4(Encoding):
     """Integers from -8 to 7, eight in an int32, in the format `pack-quantized` of compressed-tensors."""
 
     wire: Wire = "int4"
-    dtype: torch.dtype = torch.int32
-    scale_dtype: torch.dtype | None = None
+    dtype: str = "int32"
+    scale_dtype: str | None = None
     scale_suffix: str = "_scale"
     value_suffix: str = "_packed"
     rows: int = 1
@@ -146,11 +151,10 @@ class Int4(Encoding):
 
     def quantize(self, values: Tensor, scales: Tensor) -> Tensor:
         """Returns (rows, columns / 8) int32; the first of eight columns is in the lowest bits."""
-        numbers = (values / scales).clamp(-8, 7).round().to(torch.int32) + 8
-        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=values.device)
-        # The eighth number fills the sign bit: shifted and added as int64, then cut to 32 bits.
-        words = (numbers.unflatten(-1, (-1, self.packed)).long() << shifts).sum(-1)
-        return torch.where(words >= 2**31, words - 2**32, words).int()
+        numbers = (values / scales).clamp_(-8, 7).round_().to(torch.int32) + 8
+        # Two numbers are in the two bytes of an int16: shifted by half a byte, they are in its lower byte.
+        pairs = numbers.to(torch.uint8).view(torch.int16)
+        return (pairs | pairs >> 4).to(torch.uint8).view(torch.int32)
 
 
 def encoding_of(wire: Wire, by_reciprocal: bool = False) -> Encoding | None:
@@ -172,34 +176,47 @@ def encoding_of(wire: Wire, by_reciprocal: bool = False) -> Encoding | None:
 
 def add_largest(largest: Tensor, values: Tensor, box: Box, block: BlockSize) -> None:
     """Raises the largest magnitudes (block rows, block columns) of a whole tensor by the elements of a box of it."""
-    (top, bottom), (left, right) = box
-    height, width = block
-    columns = slice(left // width, -(-right // width))
-    one_column = columns.stop - columns.start == 1
-    step = max(1, SLAB_ELEMENTS // ((right - left) * height)) * height
-    for start in range(top - top % height, bottom, step):  # slabs of whole block rows
-        first, last = max(start, top), min(start + step, bottom)
-        magnitudes = values[first - top : last - top].abs()
-        # Blocks that the box cuts are filled with zeros.
-        sides = (0, 0) if one_column else (left % width, -right % width)
-        margins = (*sides, first - start, -last % height)
-        magnitudes = pad(magnitudes, margins) if any(margins) else magnitudes
-        across = magnitudes.shape[1] if one_column else width
-        of_blocks = magnitudes.view(-1, height, magnitudes.shape[1] // across, across).amax((1, 3)).float()
-        part = largest[start // height : -(-last // height), columns]
-        part.copy_(torch.maximum(part, of_blocks))
+    # Bits without the sign have the order of magnitudes, NaN is the largest; a CPU compares integers much faster.
+    integers = values.view(torch.int16 if values.dtype.itemsize == 2 else torch.int32)
+    without_sign = torch.iinfo(integers.dtype).max
+    for part, blocks in _slabs(box, block):
+        bits = _by_block(integers[part] & without_sign, blocks)
+        by_columns = bits.amax(1) if bits.shape[1] > 1 else bits[:, 0]
+        before = largest[slices(blocks)]
+        before.copy_(torch.maximum(before, by_columns.amax(-1).view(values.dtype).float()))
 
 
 def encode_box(encoding: Encoding, values: Tensor, scales: Tensor, box: Box, target: Tensor) -> None:
     """Quantizes the elements of a box into `target` (rows, columns / packed); `scales` are of the whole tensor."""
-    (top, bottom), (left, right) = box
-    columns = torch.arange(left, right, device=values.device) // encoding.columns if encoding.columns else None
-    step = max(1, SLAB_ELEMENTS // (right - left))
-    for start in range(top, bottom, step):
-        stop = min(start + step, bottom)
-        factors = scales[torch.arange(start, stop, device=values.device) // encoding.rows]
-        factors = factors if columns is None else factors[:, columns]
-        target[start - top : stop - top] = encoding.quantize(values[start - top : stop - top], factors)
+    block = encoding.rows, encoding.columns or box[1][1]  # the scale of a row is that of all its columns
+    for (rows, columns), blocks in _slabs(box, block):
+        at = rows, slice(columns.start // encoding.packed, columns.stop // encoding.packed)
+        # Scales are broadcast over their blocks: repeated for each element they would be larger than the values.
+        factors = scales[slices(blocks)][:, None, :, None]
+        _by_block(target[at], blocks).copy_(encoding.quantize(_by_block(values[rows, columns], blocks), factors))
+
+
+def _by_block(values: Tensor, blocks: Box) -> Tensor:
+    """Views a matrix as (block rows, rows of a block, block columns, columns of a block)."""
+    height, width = box_shape(blocks)
+    return values.unflatten(1, (width, -1)).unflatten(0, (height, -1))
+
+
+def _slabs(box: Box, block: BlockSize) -> Iterator[tuple[tuple[slice, slice], Box]]:
+    """Yields the parts of a box that are within one block or consist of whole ones, and the box of these blocks."""
+    (top, _), (left, _) = box
+    for (start, stop), (first, last) in product(*map(_runs, box, block)):
+        step = max(1, SLAB_ELEMENTS // ((last - first) * block[0])) * block[0]
+        for begin in range(start, stop, step):
+            end = min(begin + step, stop)
+            blocks = (begin // block[0], -(-end // block[0])), (first // block[1], -(-last // block[1]))
+            yield (slice(begin - top, end - top), slice(first - left, last - left)), blocks
+
+
+def _runs(edges: tuple[int, int], length: int) -> Iterator[tuple[int, int]]:
+    """Cuts a range where blocks begin and end: 3:13 with blocks of 4 is 3:4, 4:12 and 12:13."""
+    start, stop = edges
+    return pairwise(sorted({start, min(stop, -(-start // length) * length), max(start, stop // length * length), stop}))
 
 
 def check_packing(encoding: Encoding, tensor: str, box: Box) -> None:

@@ -18,14 +18,13 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from verl_mg.reshard.routing import BoxRouting, places
-from verl_mg.sharding.boxes import Box, cut, numel
+from verl_mg.sharding.boxes import Box, largest_part, numel
 
 LAG = 2
 """Epochs from the arrival of a box to the epoch in which it is forwarded: as many as are in flight, so that a gateway
@@ -53,43 +52,56 @@ class Pattern:
         # Of each box: sender and receiver (m, 2) of its messages, in the tensor's epoch and LAG epochs later.
         self.direct = [route.direct_pairs for route in routes]
         self.forwarded = [route.forwarded_pairs for route in routes]
-        self.ranks = np.flatnonzero(np.bincount(np.concatenate([_NONE, *self.direct, *self.forwarded]).ravel()))
+        self._messages = [route.messages for route in routes]
+        # Those that send or receive any of the boxes, in rising order.
+        self.ranks = routes[0].messages[0] if len(routes) == 1 else self._involved()
 
     @property
     def largest_box(self) -> int:
         """Elements of the largest box."""
         return max((numel(box) for box in self._boxes), default=0)
 
-    def elements(self, parts: int) -> tuple[IntArray, IntArray]:
-        """Returns what each of `ranks` (n,) sends and receives of the largest of `parts` parts of a tensor.
+    def elements(self, parts: int) -> IntArray:
+        """Returns (2, n) what each of `ranks` (n,) sends and receives of the largest of `parts` parts of a tensor.
 
         Elements in the tensor's epoch, elements that are forwarded LAG epochs later.
         """
-        sizes = [max(numel(part) for _, part in cut(box, parts)) if parts > 1 else numel(box) for box in self._boxes]
-        direct, forwarded = (
-            sum((count * size for count, size in zip(counts, sizes, strict=True)), np.zeros(len(self.ranks), np.int64))
-            for counts in self._messages
-        )
-        return direct, forwarded
+        sizes = [largest_part(box, parts) for box in self._boxes]
+        if len(sizes) == 1:
+            return self._messages[0][1] * sizes[0]
+        total = np.zeros((2, 1 + int(self.ranks.max(initial=-1))), np.int64)
+        for size, (ranks, counts) in zip(sizes, self._messages, strict=True):
+            total[0, ranks] += counts[0] * size
+            total[1, ranks] += counts[1] * size
+        return total[:, self.ranks]
 
-    @cached_property
-    def _messages(self) -> list[list[IntArray]]:
-        """Messages of each of `ranks` (n,) for each box, direct and forwarded."""
-        size = int(self.ranks.max(initial=0)) + 1
-        return [
-            [np.bincount(pairs.ravel(), minlength=size)[self.ranks] for pairs in every_box]
-            for every_box in (self.direct, self.forwarded)
-        ]
+    def _involved(self) -> IntArray:
+        size = 1 + max((int(ranks[-1]) for ranks, _ in self._messages if len(ranks)), default=-1)
+        involved = np.zeros(size, bool)
+        for ranks, _ in self._messages:
+            involved[ranks] = True
+        return np.flatnonzero(involved)
 
 
-def patterns_of(flows: Sequence[Flow], rotations: Mapping[str, int]) -> dict[str, Pattern]:
-    """Returns the patterns of tensors with equal flows, which differ by whose turn it is to send."""
-    turns = tuple(sorted({size for flow in flows for size in flow.routing.turns}))
-    patterns: dict[tuple[int, ...], Pattern] = {}
-    for rotation in rotations.values():
-        if (key := places(rotation, turns)) not in patterns:
-            patterns[key] = Pattern(flows, rotation)
-    return {name: patterns[places(rotation, turns)] for name, rotation in rotations.items()}
+class Patterns:
+    """Patterns of tensors with equal flows, which differ by whose turn it is to send."""
+
+    def __init__(self, flows: Sequence[Flow]) -> None:
+        self._flows = flows
+        self._turns = tuple(sorted({size for flow in flows for size in flow.routing.turns}))
+        self._patterns: dict[tuple[int, ...], Pattern] = {}
+
+    def of(self, rotations: Mapping[str, int]) -> dict[str, Pattern]:
+        """Returns the pattern of each tensor, by the number at which its rotation is."""
+        if not self._turns:
+            return dict.fromkeys(rotations, self._at(0))
+        return {name: self._at(rotation) for name, rotation in rotations.items()}
+
+    def _at(self, rotation: int) -> Pattern:
+        key = places(rotation, self._turns)
+        if key not in self._patterns:
+            self._patterns[key] = Pattern(self._flows, rotation)
+        return self._patterns[key]
 
 
 @dataclass(frozen=True)
@@ -125,23 +137,31 @@ class Epochs:
         return dict(total)
 
 
-def cut_into_epochs(tensors: Iterable[tuple[str, Pattern, int]], limit: int) -> Epochs:
-    """Returns the epochs of tensors (name, pattern, bytes of an element) in the common order; `limit` is in bytes."""
-    rows = list(tensors)
-    patterns = list({id(pattern): pattern for _, pattern, _ in rows}.values())
-    size = 1 + max((int(pattern.ranks.max(initial=0)) for pattern in patterns), default=0)
-    arrays = (pairs for pattern in patterns for pairs in (*pattern.direct, *pattern.forwarded))
-    everything = list({id(pairs): pairs for pairs in arrays}.values())
-    # Where no rank has more peers than the limit, no epoch can exceed it, and nothing is counted.
-    filling = _Filling(size, limit, counts_operations=_busiest(everything) > MAX_OPERATIONS)
-    loads: dict[tuple[int, int], _Load] = {}
-    epochs: dict[str, Sequence[int]] = {}
-    for name, pattern, itemsize in rows:
-        key = id(pattern), itemsize
-        if key not in loads:
-            loads[key] = _load(pattern, itemsize, limit)
-        epochs[name] = filling.add(loads[key])
-    return Epochs(epochs, {name: pattern for name, pattern, _ in rows})
+class EpochCutter:
+    """Cuts tensors into epochs of at most `limit` bytes; what it knows of patterns serves all chunks of a plan."""
+
+    def __init__(self, patterns: Iterable[Pattern], limit: int) -> None:
+        distinct = dict.fromkeys(patterns)  # by identity
+        self._limit = limit
+        self._size = 1 + max((int(pattern.ranks.max(initial=0)) for pattern in distinct), default=0)
+        arrays = (pairs for pattern in distinct for pairs in (*pattern.direct, *pattern.forwarded))
+        everything = list({id(pairs): pairs for pairs in arrays}.values())
+        # Where no rank has more peers than the limit, no epoch can exceed it, and nothing is counted.
+        self._counts_operations = _busiest(everything) > MAX_OPERATIONS
+        self._loads: dict[tuple[Pattern, int], _Load] = {}
+
+    def cut(self, tensors: Iterable[tuple[str, Pattern, int]]) -> Epochs:
+        """Returns the epochs of tensors (name, pattern, bytes of an element) in the common order."""
+        filling = _Filling(self._size, self._limit, self._counts_operations)
+        epochs: dict[str, Sequence[int]] = {}
+        patterns: dict[str, Pattern] = {}
+        for name, pattern, itemsize in tensors:
+            key = pattern, itemsize
+            if key not in self._loads:
+                self._loads[key] = _load(pattern, itemsize, self._limit)
+            epochs[name] = filling.add(self._loads[key])
+            patterns[name] = pattern
+        return Epochs(epochs, patterns)
 
 
 class _Load(NamedTuple):
@@ -162,15 +182,16 @@ class _Load(NamedTuple):
 def _load(pattern: Pattern, itemsize: int, limit: int) -> _Load:
     """Returns the load of a tensor that is cut into the fewest parts that fit into an epoch."""
     parts = 1
-    direct, forwarded = pattern.elements(parts)
-    while (largest := int((direct + forwarded).max(initial=0)) * itemsize) > limit:
+    elements = pattern.elements(parts)
+    while (largest := int(elements.sum(0).max(initial=0)) * itemsize) > limit:
         more = max(parts + 1, -(-largest * parts // limit))
         smaller = pattern.elements(more)
-        if not smaller[0].any() or (smaller[0] + smaller[1]).max() * itemsize >= largest:
+        if not smaller[0].any() or smaller.sum(0).max() * itemsize >= largest:
             break  # the parts are single elements
-        parts, (direct, forwarded) = more, smaller
+        parts, elements = more, smaller
+    direct, forwarded = elements * itemsize
     alone = parts > 1 or pattern.largest_box * itemsize >= ALONE_BYTES
-    return _Load(pattern, parts, alone, direct * itemsize, forwarded * itemsize, bool(forwarded.any()))
+    return _Load(pattern, parts, alone, direct, forwarded, bool(forwarded.any()))
 
 
 class _Filling:
@@ -183,6 +204,7 @@ class _Filling:
         # Bytes that are forwarded in this epoch, in the next ..., and the messages. `_nothing` is compared by identity:
         # it needs no look at the bytes of all ranks.
         self._waiting: deque[tuple[IntArray, list[IntArray]]] = deque([(self._nothing, [])] * LAG)
+        self._is_quiet = True  # whether nothing is forwarded in this epoch or the next
         # Bytes that this epoch sends and receives, and that it will forward, and its tensors' loads by identity.
         self._direct: IntArray = self._nothing.copy()
         self._forwarded: IntArray = self._nothing
@@ -194,16 +216,19 @@ class _Filling:
             return (self._place(load),)
         if self._loads:
             self._close()
+        if self._is_quiet and not load.forwards:  # most tensors: one after the other
+            self._number += load.parts
+            return range(self._number - load.parts, self._number)
         epochs: list[int] = []
         # After LAG parts, each shares its epoch with what an equal part forwards. That fits, because `_load` cuts parts
         # whose direct and forwarded bytes together are within the limit: these need not be placed one by one.
-        waits = load.forwards or any(waiting is not self._nothing for waiting, _ in self._waiting)
-        for _ in range(min(load.parts, LAG) if waits else 0):
+        for _ in range(min(load.parts, LAG)):
             epochs.append(self._place(load))
             self._close()
         following = range(self._number, self._number + load.parts - len(epochs))
         if following and load.forwards:
             self._waiting = deque([(self._scattered(load), load.pattern.forwarded)] * LAG)
+            self._is_quiet = False
         self._number = following.stop
         return (*epochs, *following)
 
@@ -233,6 +258,7 @@ class _Filling:
         messages = [pairs for load in self._loads.values() for pairs in load.pattern.forwarded]
         self._waiting.append((self._forwarded, messages))
         self._waiting.popleft()
+        self._is_quiet = all(waiting is self._nothing for waiting, _ in self._waiting)
         self._number += 1
         self._direct, self._forwarded, self._loads = self._nothing.copy(), self._nothing, {}
 
@@ -249,8 +275,9 @@ def _distinct(several: Sequence[IntArray]) -> IntArray:
     """Returns the distinct pairs (n, 2) of sender and receiver: each is one message."""
     if not several:
         return _NONE
-    pairs = np.concatenate(several)
-    return np.stack(np.divmod(np.unique(pairs[:, 0] << 32 | pairs[:, 1]), 1 << 32), axis=1)
+    numbers = np.concatenate([pairs[:, 0] << 32 | pairs[:, 1] for pairs in several])
+    numbers.sort()  # faster than `np.unique`, which hashes
+    return np.stack(np.divmod(numbers[np.diff(numbers, prepend=-1) != 0], 1 << 32), axis=1)
 
 
 def _busiest(several: Sequence[IntArray]) -> int:

@@ -2,6 +2,8 @@
 
 - Two buckets are in flight: one is packed while the previous one is sent.
 - Additional memory is two buffers of the bucket size, whatever the size of the model.
+- A source that is computed, such as quantized weights, is computed box by box where it is packed, and for all receivers
+  once.
 - A message of one box that is contiguous in memory and needs no cast is sent from its parameter, or received into it,
   directly. Other messages are packed: as bytes, so that one message has tensors of several types.
 
@@ -22,17 +24,49 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
 from verl_mg.reshard.epochs import LAG
 from verl_mg.reshard.plan import Copy
-from verl_mg.reshard.schedule import Bucket, Index, Message, Schedule
+from verl_mg.reshard.schedule import Bucket, Index, Message, Schedule, Segment
+from verl_mg.sharding.boxes import Box, box_shape
 
-Tensors = Mapping[str, Tensor]
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
+    dist = lazy_import("torch.distributed")
+
+Tensors: TypeAlias = "Mapping[str, Tensor]"
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A source parameter whose boxes are computed when they are sent, and which never exists as a whole."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    write: Callable[[str, Box, Tensor], object]
+    """Writes the elements of a tensor that are in a box of the parameter: (tensor, box, target of the box's shape)."""
+
+    def values(self, tensor: str, box: Box) -> Tensor:
+        """Returns the elements of a tensor in a box of the parameter.
+
+        Args:
+            tensor: Hugging Face name.
+            box: box in the parameter, within one piece of the tensor.
+        """
+        result = torch.empty(box_shape(box), dtype=self.dtype, device=self.device)
+        self.write(tensor, box, result)
+        return result
+
+
+Sources: TypeAlias = "Mapping[str, Tensor | Computed]"
 
 
 @dataclass
@@ -57,7 +91,7 @@ class _InFlightBucket:
 
 def execute(
     schedule: Schedule,
-    source: Tensors,
+    source: Sources,
     target: Tensors,
     group: dist.ProcessGroup | None = None,
     wait_for: Callable[[str], object] | None = None,
@@ -70,7 +104,7 @@ def execute(
 
     Args:
         schedule: result of `schedule` for this rank.
-        source: this rank's source parameters, in the planned shapes.
+        source: this rank's source parameters, in the planned shapes; computed ones have the dtype of the wire.
         target: this rank's target parameters, in the planned shapes.
         group: process group of all ranks; None for the default group.
         wait_for: called with the name of a source parameter before each read of it, so that values that are still on
@@ -91,14 +125,23 @@ class _Execution:
     def __init__(
         self,
         schedule: Schedule,
-        source: Tensors,
+        source: Sources,
         target: Tensors,
         group: dist.ProcessGroup | None,
         wait_for: Callable[[str], object],
     ) -> None:
         self._schedule, self._group, self._wait_for = schedule, group, wait_for
-        self._source = {name: tensor.detach() for name, tensor in source.items()}
+        self._source = {
+            name: value if isinstance(value, Computed) else value.detach() for name, value in source.items()
+        }
         self._target = {name: tensor.detach() for name, tensor in target.items()}
+        # Computed boxes: places in this rank's target, which of them are written, and places in a bucket's messages.
+        self._local: dict[tuple[str, Box], Tensor] = {}
+        self._written: set[tuple[str, Box]] = set()
+        self._packed: dict[tuple[str, Box], Tensor] = {}
+        for copy, (_, written) in zip(schedule.copies, schedule.copy_indices, strict=True):
+            if not copy.from_target and isinstance(self._source[copy.source], Computed):
+                self._local[copy.source, copy.source_box] = self._target[copy.target][written]
         self._traffic = Traffic()
         self._buffers: dict[int, Tensor] = {}
 
@@ -142,8 +185,11 @@ class _Execution:
                 wire = self._buffer(slot, views[0].device)[offset : offset + message.nbytes]
                 offset += _aligned(message.nbytes)
                 if message.outgoing:
-                    for part, view in _parts(message, views, wire):
-                        part.copy_(view)
+                    for segment, part, view in _parts(message, views, wire):
+                        if isinstance(view, Computed):
+                            self._compute(view, (segment.parameter, segment.parameter_box), segment.tensor, part)
+                        else:
+                            part.copy_(view)
                 else:
                     in_flight.arrivals.append((message, wire))
             operations.append(
@@ -155,7 +201,24 @@ class _Execution:
                 self._traffic.bytes_received += wire.nbytes
         self._traffic.seconds_packing += time.perf_counter() - begin
         in_flight.requests = dist.batch_isend_irecv(operations)
+        self._packed.clear()  # the buffer is used again
         return in_flight
+
+    def _compute(self, source: Computed, place: tuple[str, Box], tensor: str, target: Tensor) -> None:
+        """Writes a computed box of a parameter into a message, once computed for all receivers and this rank."""
+        if place in self._local:
+            self._compute_local(source, place, tensor)
+            target.copy_(self._local[place].view(target.shape))
+        elif place in self._packed:
+            target.copy_(self._packed[place])
+        else:
+            source.write(tensor, place[1], target)
+            self._packed[place] = target
+
+    def _compute_local(self, source: Computed, place: tuple[str, Box], tensor: str) -> None:
+        if place not in self._written:
+            source.write(tensor, place[1], self._local[place].view(box_shape(place[1])))
+            self._written.add(place)
 
     def _complete(self, in_flight: _InFlightBucket) -> None:
         begin = time.perf_counter()
@@ -163,17 +226,19 @@ class _Execution:
             request.wait()
         arrived = time.perf_counter()
         for message, wire in in_flight.arrivals:
-            for part, view in _parts(message, self._views(message), wire):
+            for _, part, view in _parts(message, self._views(message), wire):
+                assert not isinstance(view, Computed), "a box arrives in a target"
                 view.copy_(part)
         self._traffic.seconds_waiting += arrived - begin
         self._traffic.seconds_packing += time.perf_counter() - arrived
 
-    def _views(self, message: Message) -> list[Tensor]:
+    def _views(self, message: Message) -> list[Tensor | Computed]:
         """Returns the boxes of a message's segments; forwarded ones are sent from the target."""
-        return [
-            (self._source if message.outgoing and not segment.forwarded else self._target)[segment.parameter][index]
-            for segment, index in zip(message.segments, message.indices, strict=True)
-        ]
+        result: list[Tensor | Computed] = []
+        for segment, index in zip(message.segments, message.indices, strict=True):
+            held = (self._source if message.outgoing and not segment.forwarded else self._target)[segment.parameter]
+            result.append(held if isinstance(held, Computed) else held[index])
+        return result
 
     def _buffer(self, slot: int, device: torch.device) -> Tensor:
         """Returns the bytes that the buckets of a slot use in turn, enough for each of them."""
@@ -191,14 +256,18 @@ class _Execution:
         for copy, (read, written) in copies:
             if not copy.from_target:
                 self._wait_for(copy.source)
+            held = (self._target if copy.from_target else self._source)[copy.source]
+            if isinstance(held, Computed):
+                self._compute_local(held, (copy.source, copy.source_box), copy.tensor)
+                continue
             target = self._target[copy.target][written]
-            source = (self._target if copy.from_target else self._source)[copy.source][read].view(target.shape)
+            source = held[read].view(target.shape)
             if source.data_ptr() != target.data_ptr():  # an aliased target
                 target.copy_(source)
         self._traffic.seconds_packing += time.perf_counter() - begin
 
 
-def _check_shapes(side: str, shapes: Mapping[str, tuple[int, ...]], tensors: Tensors) -> None:
+def _check_shapes(side: str, shapes: Mapping[str, tuple[int, ...]], tensors: Sources) -> None:
     for name, shape in shapes.items():
         if name not in tensors:
             raise UserError(f"{side}: the parameter {name!r} of the plan is missing. Pass all planned parameters.")
@@ -209,18 +278,22 @@ def _check_shapes(side: str, shapes: Mapping[str, tuple[int, ...]], tensors: Ten
             )
 
 
-def _direct(message: Message, views: list[Tensor]) -> Tensor | None:
+def _direct(message: Message, views: Sequence[Tensor | Computed]) -> Tensor | None:
     """Returns the memory of a single segment, as bytes, where it can be sent or received without packing."""
     if len(views) > 1:
         return None
     (segment,), (view,) = message.segments, views
+    if isinstance(view, Computed):
+        return None
     return view.view(-1).view(torch.uint8) if view.dtype is segment.dtype and view.is_contiguous() else None
 
 
-def _parts(message: Message, views: list[Tensor], wire: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (values on the wire, box in a parameter) of each segment, of the same shape."""
+def _parts(
+    message: Message, views: Sequence[Tensor | Computed], wire: Tensor
+) -> Iterator[tuple[Segment, Tensor, Tensor | Computed]]:
+    """Yields each segment, its values on the wire, and its box in a parameter, of the same shape."""
     for segment, view, part in zip(message.segments, views, wire.split(list(message.sizes)), strict=True):
-        yield part.view(segment.dtype).view(view.shape), view
+        yield segment, part.view(segment.dtype).view(box_shape(segment.parameter_box)), view
 
 
 def _aligned(nbytes: int) -> int:

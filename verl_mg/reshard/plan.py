@@ -20,17 +20,19 @@ Each rank receives 2 elements: 4 that it needs, less 2 that it has.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from verl_mg.errors import UserError
 from verl_mg.layout import EnginePlacement
-from verl_mg.reshard.epochs import Epochs, Flow, Pattern, cut_into_epochs, patterns_of
-from verl_mg.reshard.routing import BoxRouting, Routes
-from verl_mg.sharding.boxes import Box, full_box, intersect, numel, translate_box, uncovered
+from verl_mg.reshard.epochs import EpochCutter, Epochs, Flow, Pattern, Patterns
+from verl_mg.reshard.routing import BoxRouting, IntArray
+from verl_mg.sharding.boxes import Box, Shard, full_box, intersect, numel, translate_box, uncovered
 from verl_mg.sharding.model_table import ModelTable
-from verl_mg.sharding.shard_map import BoxLocation, BoxReplicas, Ranks, Replicas, ShardMap
+from verl_mg.sharding.shard_map import BoxReplicas, Ranks, Replicas, ShardMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,33 @@ class RankPlan:
     copies: tuple[Copy, ...]  # copies within the rank, in the order of the target's parameters
     sends: tuple[Transfer, ...]  # boxes to send, in the order of the tensors
     receives: tuple[Transfer, ...]  # boxes to receive, in the order of the tensors
+    source_shapes: Mapping[str, tuple[int, ...]]  # shapes of the rank's source parameters
+    target_shapes: Mapping[str, tuple[int, ...]]  # shapes of the rank's target parameters
+
+    def of(self, tensors: Iterable[str]) -> RankPlan:
+        """Returns the moves of some tensors, in the same order, and all shapes."""
+        numbers: tuple[list[int], list[int], list[int]] = [], [], []
+        for tensor in tensors:
+            for chosen, more in zip(numbers, self._numbers.get(tensor, ()), strict=False):
+                chosen += more
+        copies, sends, receives = map(sorted, numbers)
+        return RankPlan(
+            tuple(self.copies[number] for number in copies),
+            tuple(self.sends[number] for number in sends),
+            tuple(self.receives[number] for number in receives),
+            self.source_shapes,
+            self.target_shapes,
+        )
+
+    @cached_property
+    def _numbers(self) -> Mapping[str, tuple[list[int], list[int], list[int]]]:
+        """The numbers of copies, sends and receives of each tensor."""
+        result: dict[str, tuple[list[int], list[int], list[int]]] = defaultdict(lambda: ([], [], []))
+        every_kind: tuple[Sequence[Copy | Transfer], ...] = (self.copies, self.sends, self.receives)
+        for kind, moves in enumerate(every_kind):
+            for number, move in enumerate(moves):
+                result[move.tensor][kind].append(number)
+        return result
 
 
 @dataclass
@@ -95,15 +124,18 @@ class Plan:
         self.source, self.target, self.ranks_per_node, self._keep = source, target, ranks_per_node, keep
         # A model has far fewer pairs of sets of ranks than boxes: routes are computed once for each pair.
         self._routings: dict[tuple[int, int], BoxRouting] = {}
+        self._arrays: dict[int, IntArray] = {}  # sets of ranks by identity
+        self._sources: dict[tuple[str, Box], list[tuple[Box, BoxReplicas, BoxRouting]]] = {}
+        self._targets: dict[tuple[str, Box], list[tuple[Box, BoxReplicas, BoxRouting]]] = {}
         self._rank_plans: dict[int, RankPlan] = {}
-        self._epochs: dict[tuple[int, int], Epochs] = {}
+        self._cutters: dict[int, EpochCutter] = {}
+        self._epochs: dict[tuple[int, int, tuple[str, ...] | None], Epochs] = {}
         _check(source, target, [names[0] for names in self._tensors_by_key.values()])
 
     def rank_plan(self, rank: int) -> RankPlan:
         """Returns the moves of one global rank; empty for a rank with neither source nor target."""
         if rank not in self._rank_plans:
-            copies, receives = self._incoming(rank)
-            self._rank_plans[rank] = RankPlan(copies, tuple(self._outgoing(rank)), receives)
+            self._rank_plans[rank] = self._moves_of(rank)
         return self._rank_plans[rank]
 
     def lower_bound(self, rank: int, itemsize: int) -> int:
@@ -119,9 +151,8 @@ class Plan:
                 needed[piece.tensor].add(piece.source)
         total = 0
         for tensor in needed.keys() - self._keep:
-            held = self.source.replicas(tensor)
             for box in needed[tensor]:
-                local = sum(numel(common) for item, common in held.overlaps(box) if rank in item.ranks)
+                local = sum(numel(common) for common, src, _ in self._sources_of(tensor, box) if rank in src.ranks)
                 total += (numel(box) - local) * self.itemsize(tensor, itemsize)
         return total
 
@@ -171,23 +202,28 @@ class Plan:
         """Returns the position of a tensor in the order in which tensors are moved."""
         return self.source.tensors[tensor].position
 
-    def epochs(self, itemsize: int, bucket_bytes: int) -> Epochs:
+    def epochs(self, itemsize: int, bucket_bytes: int, tensors: Collection[str] | None = None) -> Epochs:
         """Returns the epochs in which the tensors travel, the same for all ranks.
 
         Args:
             itemsize: bytes of an element on the wire, except for tensors that have their own dtype.
             bucket_bytes: bytes that a rank may send and receive in an epoch.
+            tensors: those that travel; None: all.
         """
-        key = itemsize, bucket_bytes
+        key = itemsize, bucket_bytes, None if tensors is None else tuple(tensors)
         if key not in self._epochs:
-            tensors = ((name, pattern, self.itemsize(name, itemsize)) for name, pattern in self._patterns)
-            self._epochs[key] = cut_into_epochs(tensors, bucket_bytes)
+            if bucket_bytes not in self._cutters:
+                self._cutters[bucket_bytes] = EpochCutter(self._patterns.values(), bucket_bytes)
+            patterns, infos = self._patterns, self.source.tensors
+            names = patterns if tensors is None else sorted(patterns.keys() & tensors, key=lambda n: infos[n].position)
+            rows = ((name, patterns[name], infos[name].itemsize(itemsize)) for name in names)
+            self._epochs[key] = self._cutters[bucket_bytes].cut(rows)
         return self._epochs[key]
 
     def peers(self) -> dict[int, set[int]]:
         """Returns the ranks with which each rank exchanges messages, for all ranks of source and target."""
         peers: dict[int, set[int]] = {rank: set() for rank in sorted({*self.source.ranks, *self.target.ranks})}
-        for pattern in {id(pattern): pattern for _, pattern in self._patterns}.values():
+        for pattern in dict.fromkeys(self._patterns.values()):
             for pairs in (*pattern.direct, *pattern.forwarded):
                 for sender, receiver in pairs.tolist():
                     peers[sender].add(receiver)
@@ -195,18 +231,22 @@ class Plan:
         return peers
 
     @cached_property
-    def _patterns(self) -> list[tuple[str, Pattern]]:
+    def _patterns(self) -> Mapping[str, Pattern]:
         """The tensors that move, in the common order, and who sends to whom."""
         by_name: dict[str, Pattern] = {}
+        alike: dict[tuple[Flow, ...], Patterns] = {}
+        infos = self.source.tensors
         for names in self._tensors_by_key.values():
             sources, targets = self.source.replicas(names[0]), self.target.replicas(names[0])
-            flows = [
+            flows = tuple(
                 Flow(common, self._routing(src.ranks, dst.ranks))
                 for dst in targets
                 for src, common in sources.overlaps(dst.box)
-            ]
-            by_name |= patterns_of(flows, {name: self.position(name) for name in names})
-        return sorted(by_name.items(), key=lambda item: self.position(item[0]))
+            )
+            if flows not in alike:
+                alike[flows] = Patterns(flows)
+            by_name |= alike[flows].of({name: infos[name].position for name in names})
+        return {name: by_name[name] for name in sorted(by_name, key=lambda name: infos[name].position)}
 
     @cached_property
     def _tensors_by_key(self) -> dict[tuple[Hashable, Hashable], list[str]]:
@@ -218,74 +258,104 @@ class Plan:
                 groups[source_key, self.target.sharding_key(name)].append(name)
         return groups
 
-    def _incoming(self, rank: int) -> tuple[tuple[Copy, ...], tuple[Transfer, ...]]:
+    @cached_property
+    def _first_like(self) -> Mapping[str, str]:
+        """The first tensor of the group of each."""
+        return {name: names[0] for names in self._tensors_by_key.values() for name in names}
+
+    def _moves_of(self, rank: int) -> RankPlan:
         copies: list[Copy] = []
-        receives: list[Transfer] = []
-        for parameter, shard in self.target.shards(rank).items():
-            for piece in shard.pieces:
-                if piece.tensor in self._keep:
-                    continue
-                dst = self.target.replicas(piece.tensor).of(piece.source)
-                # A box that a rank needs at two places arrives at the first one only; the other is a copy.
-                first = dst.location_on(rank)
-                if (first.parameter, first.parameter_box) != (parameter, piece.target):
-                    position = (first.parameter, first.parameter_box, parameter, piece.target)
-                    copies.append(Copy(piece.tensor, *position, from_target=True))
-                    continue
-                for src, common in self.source.replicas(piece.tensor).overlaps(piece.source):
-                    target_box = translate_box(common, piece.source, piece.target)
-                    routes = self._routes(src.ranks, dst.ranks, piece.tensor)
-                    sender = routes.source_of(rank)
-                    if sender == rank:
-                        local = src.location_on(rank)
-                        source_box = translate_box(common, src.box, local.parameter_box)
-                        copies.append(Copy(piece.tensor, local.parameter, source_box, parameter, target_box))
-                    else:
-                        forwarded = rank in routes.forwarded
-                        receives.append(Transfer(sender, piece.tensor, common, parameter, target_box, forwarded))
-        return tuple(copies), self._ordered(receives)
-
-    def _outgoing(self, rank: int) -> tuple[Transfer, ...]:
         sends: list[Transfer] = []
-        for src, location, tensor in self._boxes_on(self.source, rank):
-            for dst, common in self.target.replicas(tensor).overlaps(src.box):
-                at = translate_box(common, src.box, location.parameter_box)
-                routes = self._routes(src.ranks, dst.ranks, tensor)
-                for peer in routes.direct_receivers.get(rank, ()):
-                    sends.append(Transfer(peer, tensor, common, location.parameter, at, forwarded=False))
-        for dst, location, tensor in self._boxes_on(self.target, rank):
-            for src, common in self.source.replicas(tensor).overlaps(dst.box):
-                if rank in src.ranks:  # has the box itself, so it is a holder and never a gateway
+        receives: list[Transfer] = []
+        sources, targets = self.source.shards(rank), self.target.shards(rank)
+        held, needed = self._places(self.source, sources, rank), self._places(self.target, targets, rank)
+        for (tensor, box), (parameter, at) in held.items():
+            for common, _, routing in self._targets_of(tensor, box):
+                if peers := routing.routes(self.position(tensor)).receivers_of(rank):
+                    source_box = translate_box(common, box, at)
+                    sends += [Transfer(peer, tensor, common, parameter, source_box, forwarded=False) for peer in peers]
+        for parameter, shard in targets.items():
+            for piece in shard.pieces:
+                tensor, box = piece.tensor, piece.source
+                if tensor in self._keep:
                     continue
-                at = translate_box(common, dst.box, location.parameter_box)
-                routes = self._routes(src.ranks, dst.ranks, tensor)
-                for peer in routes.forwarded_receivers.get(rank, ()):
-                    sends.append(Transfer(peer, tensor, common, location.parameter, at, forwarded=True))
-        return self._ordered(sends)
+                # A box that a rank needs at two places arrives at the first one only; the other is a copy.
+                first = needed[tensor, box]
+                if first != (parameter, piece.target):
+                    copies.append(Copy(tensor, *first, parameter, piece.target, from_target=True))
+                    continue
+                for common, src, routing in self._sources_of(tensor, box):
+                    target_box = translate_box(common, box, piece.target)
+                    routes = routing.routes(self.position(tensor))
+                    sender, forwarded = routes.source_of(rank)
+                    if sender == rank:
+                        name, at = held[tensor, src.box]
+                        copies.append(Copy(tensor, name, translate_box(common, src.box, at), parameter, target_box))
+                        continue
+                    receives.append(Transfer(sender, tensor, common, parameter, target_box, forwarded))
+                    # A rank that receives the box is no holder: it sends it on where it is the gateway of its node.
+                    for peer in routes.receivers_of(rank):
+                        sends.append(Transfer(peer, tensor, common, parameter, target_box, forwarded=True))
+        return RankPlan(
+            tuple(copies),
+            self._ordered(sends),
+            self._ordered(receives),
+            {name: shard.shape for name, shard in sources.items()},
+            {name: shard.shape for name, shard in targets.items()},
+        )
 
-    def _boxes_on(self, shard_map: ShardMap, rank: int) -> Iterator[tuple[BoxReplicas, BoxLocation, str]]:
-        """Yields the boxes of a rank, each once, at the location that all plans use."""
-        for parameter, shard in shard_map.shards(rank).items():
+    def _places(
+        self, shard_map: ShardMap, shards: Mapping[str, Shard], rank: int
+    ) -> dict[tuple[str, Box], tuple[str, Box]]:
+        """Returns where a rank has each of its boxes: {(tensor, box): (parameter, box in it)}, the first of several."""
+        places: dict[tuple[str, Box], tuple[str, Box]] = {}
+        for parameter, shard in shards.items():
             for piece in shard.pieces:
                 if piece.tensor in self._keep:
                     continue
-                replicas = shard_map.replicas(piece.tensor).of(piece.source)
-                location = replicas.location_on(rank)
-                if (location.parameter, location.parameter_box) == (parameter, piece.target):
-                    yield replicas, location, piece.tensor
+                place = piece.tensor, piece.source
+                if place in places:  # the first one is that of the replicas, which all plans use
+                    location = shard_map.replicas(piece.tensor).of(piece.source).location_on(rank)
+                    places[place] = location.parameter, location.parameter_box
+                else:
+                    places[place] = parameter, piece.target
+        return places
+
+    # Tensors of a group have the same boxes on the same ranks: they are looked up once, in the first of them.
+
+    def _sources_of(self, tensor: str, box: Box) -> list[tuple[Box, BoxReplicas, BoxRouting]]:
+        """Returns the boxes of the source within a box of the target: (common box, source box, routing)."""
+        key = first, _ = self._first_like[tensor], box
+        if key not in self._sources:
+            needers = self.target.replicas(first).of(box).ranks
+            overlaps = self.source.replicas(first).overlaps(box)
+            self._sources[key] = [(common, src, self._routing(src.ranks, needers)) for src, common in overlaps]
+        return self._sources[key]
+
+    def _targets_of(self, tensor: str, box: Box) -> list[tuple[Box, BoxReplicas, BoxRouting]]:
+        """Returns the boxes of the target within a box of the source: (common box, target box, routing)."""
+        if tensor not in self._first_like:
+            return []
+        key = first, _ = self._first_like[tensor], box
+        if key not in self._targets:
+            holders = self.source.replicas(first).of(box).ranks
+            overlaps = self.target.replicas(first).overlaps(box)
+            self._targets[key] = [(common, dst, self._routing(holders, dst.ranks)) for dst, common in overlaps]
+        return self._targets[key]
 
     def _routing(self, holders: Ranks, needers: Ranks) -> BoxRouting:
         key = (id(holders), id(needers))  # shard maps return one object for equal ranks, and keep it
         if key not in self._routings:
-            self._routings[key] = BoxRouting(holders, needers, self.ranks_per_node)
+            for ranks in (holders, needers):
+                if id(ranks) not in self._arrays:
+                    self._arrays[id(ranks)] = np.array(ranks)
+            arrays = self._arrays[id(holders)], self._arrays[id(needers)]
+            self._routings[key] = BoxRouting(*arrays, self.ranks_per_node)
         return self._routings[key]
-
-    def _routes(self, holders: Ranks, needers: Ranks, tensor: str) -> Routes:
-        return self._routing(holders, needers).routes(self.position(tensor))
 
     def _ordered(self, moves: list[Transfer]) -> tuple[Transfer, ...]:
         # By tensor and box, which both ends of a message know: so the segments of a message match.
-        return tuple(sorted(moves, key=lambda move: (self.position(move.tensor), move.box)))
+        return tuple(sorted(moves, key=lambda move: (self.position(move.tensor), move.box, move.peer)))
 
 
 def plan(

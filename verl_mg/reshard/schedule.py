@@ -41,29 +41,25 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import astuple, dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
+from verl_mg.dtypes import dtype_name, torch_dtype
 from verl_mg.reshard.epochs import LAG
 from verl_mg.reshard.plan import Copy, Plan
 from verl_mg.sharding.boxes import Box, cut, numel, slices, translate_box
+
+if TYPE_CHECKING:
+    import torch
 
 # Epochs are cut by the load of the busiest rank, so the buckets of others are not full: this size makes their messages
 # large nevertheless. Two buckets in flight are 256 MiB of device memory during a sync.
 BUCKET_BYTES = 128 * 2**20  # default size of a bucket in bytes
 FORMAT = 2  # number of the format; it changes with the fields
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        *(torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
-        *(torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool),
-    )
-}
-"""Dtypes in which weights travel, by their names in the text."""
+DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int64", "int32", "int16", "uint8", "bool")
+"""Names of the dtypes in which weights travel."""
 
 Index = tuple[slice, ...]
 
@@ -133,8 +129,8 @@ class Schedule:
     """All copies and messages of one rank in one weight sync."""
 
     rank: int
-    source_shapes: Mapping[str, tuple[int, ...]]  # shapes of the rank's source parameters
-    target_shapes: Mapping[str, tuple[int, ...]]  # shapes of the rank's target parameters
+    source_shapes: Mapping[str, tuple[int, ...]]  # shapes of the source parameters that are read
+    target_shapes: Mapping[str, tuple[int, ...]]  # shapes of the target parameters that are written
     copies: tuple[Copy, ...]
     buckets: tuple[Bucket, ...]  # buckets of messages, in the order of their epochs
 
@@ -148,11 +144,10 @@ class Schedule:
         """Boxes of the copies as indices of the parameters that they read and write."""
         return [(slices(copy.source_box), slices(copy.target_box)) for copy in self.copies]
 
-    @cached_property
-    def source_parameters(self) -> frozenset[str]:
+    @property
+    def source_parameters(self) -> Set[str]:
         """Source parameters that are copied or sent from."""
-        sent = {segment.parameter for segment in self.segments(outgoing=True) if not segment.forwarded}
-        return frozenset(sent | {copy.source for copy in self.copies if not copy.from_target})
+        return self.source_shapes.keys()
 
     def segments(self, outgoing: bool, peer: int | None = None) -> Iterator[Segment]:
         """Yields the boxes that are sent or received.
@@ -167,30 +162,39 @@ class Schedule:
                     yield from message.segments
 
 
-def schedule(plan: Plan, rank: int, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES) -> Schedule:
-    """Returns the schedule of one rank; all ranks must pass the same plan, dtype and bucket size.
+def schedule(
+    plan: Plan, rank: int, dtype: torch.dtype, bucket_bytes: int = BUCKET_BYTES, tensors: Collection[str] | None = None
+) -> Schedule:
+    """Returns the schedule of one rank; all ranks must pass the same plan, dtype, bucket size and tensors.
 
     Args:
         plan: result of `plan`.
         rank: global rank.
         dtype: type of the elements on the wire, except for tensors that have their own.
         bucket_bytes: bytes that a rank may send and receive in an epoch; larger tensors are cut.
+        tensors: those that are moved; None: all. Schedules of parts of the tensors share the plan's routes.
     """
-    moves, epochs = plan.rank_plan(rank), plan.epochs(dtype.itemsize, bucket_bytes)
+    moves, epochs = plan.rank_plan(rank), plan.epochs(dtype.itemsize, bucket_bytes, tensors)
+    if tensors is not None:
+        moves = moves.of(tensors)
     contents: dict[int, dict[tuple[int, bool], list[Segment]]] = defaultdict(lambda: defaultdict(list))
     for outgoing, transfers in ((True, moves.sends), (False, moves.receives)):
         for transfer in transfers:
             wire_dtype = plan.source.tensors[transfer.tensor].wire_dtype(dtype)
             parts = epochs.of[transfer.tensor]
-            for number, box in cut(transfer.box, len(parts)):
+            for number, box in cut(transfer.box, len(parts)) if len(parts) > 1 else ((0, transfer.box),):
                 at = translate_box(box, transfer.box, transfer.parameter_box)
                 segment = Segment(transfer.tensor, box, transfer.parameter, at, wire_dtype, transfer.forwarded)
                 epoch = parts[number] + (LAG if transfer.forwarded else 0)
                 contents[epoch][transfer.peer, outgoing].append(segment)
+    read = [send.parameter for send in moves.sends if not send.forwarded]
+    read += (copy.source for copy in moves.copies if not copy.from_target)
+    written = [receive.parameter for receive in moves.receives]
+    written += (copy.target for copy in moves.copies)
     return Schedule(
         rank,
-        {name: shard.shape for name, shard in plan.source.shards(rank).items()},
-        {name: shard.shape for name, shard in plan.target.shards(rank).items()},
+        {name: moves.source_shapes[name] for name in read},
+        {name: moves.target_shapes[name] for name in written},
         moves.copies,
         tuple(Bucket(epoch, _messages(contents[epoch])) for epoch in sorted(contents)),
     )
@@ -208,7 +212,7 @@ def _messages(segments: Mapping[tuple[int, bool], list[Segment]]) -> tuple[Messa
 def pack_schedules(schedules: Sequence[Schedule]) -> bytes:
     """Returns the schedules of one rank as compressed text."""
     document = {"format": FORMAT, "schedules": [astuple(schedule) for schedule in schedules]}
-    return zlib.compress(json.dumps(document, default=lambda dtype: str(dtype).removeprefix("torch.")).encode())
+    return zlib.compress(json.dumps(document, default=dtype_name).encode())
 
 
 def unpack_schedules(text: bytes) -> list[Schedule]:
@@ -239,7 +243,7 @@ def _segment(fields: Sequence[Any]) -> Segment:
     tensor, box, parameter, parameter_box, dtype, forwarded = fields
     if dtype not in DTYPES:
         raise ValueError(f"{tensor} would travel as {dtype}, this version of verl_mg reads {', '.join(DTYPES)}")
-    return Segment(tensor, _box(box), parameter, _box(parameter_box), DTYPES[dtype], forwarded)
+    return Segment(tensor, _box(box), parameter, _box(parameter_box), torch_dtype(dtype), forwarded)
 
 
 def _box(pairs: Sequence[Sequence[int]]) -> Box:

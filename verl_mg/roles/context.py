@@ -35,9 +35,9 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-from verl_mg.batch import PendingColumn
 from verl_mg.checkpoint.model_directory import ModelDirectories
 from verl_mg.distributed.collectives import ProcessGroups
+from verl_mg.pending_column import PendingColumn
 from verl_mg.phase_timer import PhaseTimer
 from verl_mg.rows.plan import RowIndexer
 from verl_mg.training.offload import OffloadManager

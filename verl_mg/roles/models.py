@@ -116,10 +116,15 @@ class TrainableRole(Role):
         outputs = self._batching.with_likeliest(TokenOutputs(teacher=teacher), batch)
         objective = Objective(loss, loss_aggregation, self._batching.temperature, outputs, max_length)
         work = partial(self._take_steps, steps, objective)
-        first = self.runner.placement.ranks[0]  # its metrics are given to all ranks, as a recipe needs them
-        return self._context.executor.metrics(
-            f"{self.name}.update", work, lambda metrics: all_gather_json(metrics)[first]
-        )
+        return self._context.executor.metrics(f"{self.name}.update", work, self._on_all_ranks)
+
+    def _on_all_ranks(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Returns the metrics of the role's ranks on all ranks, as a recipe needs them."""
+        ranks = self.runner.placement.ranks
+        if len(ranks) == dist.get_world_size():  # which have them
+            return metrics
+        of_role: dict[str, float] = all_gather_json(metrics)[ranks[0]]
+        return of_role
 
     def _mini_batches(self, batch: Batch, count: int) -> list[MiniBatch]:
         """Returns the mini-batches, whose rows are transferred together; all ranks call it together."""

@@ -4,9 +4,11 @@
     submit: the engine's loop starts to score it, number 7
     threads of the reward functions compute                 columns generated_by = 1, score_id = 7
     wait: receives the numbers of requested scores      ◀── wait: requests score 7 of rank 1
-          waits for their results, and sends them       ──▶       column `reward`
+          waits for their results, and names their parts ─▶       knows all parts that rewards of any rank have
+          sends the values                              ──▶       column `reward`
 
-Both messages are exchanges of all ranks, so `wait` is a collective and ends with the slowest score.
+Requests and names are exchanges of all ranks, so `wait` is a collective and ends with the slowest score. Values are
+messages between two ranks, and there are none where rows are on the rank that generated them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompt_feed import PromptFeed
 from verl_mg.data.prompts import Prompt
 from verl_mg.data.rendering import OPENING_TOKENS, reply_opening
-from verl_mg.distributed.collectives import all_gather_json, all_to_all_json
+from verl_mg.distributed.collectives import all_gather_bytes, all_gather_json, exchange_bytes
 from verl_mg.engines.engine import Sample as GeneratedSample
 from verl_mg.engines.trajectory import ConversationTurn, without_agent
 from verl_mg.errors import UserError
@@ -302,27 +304,33 @@ class RewardRole:
 
     def _collect(self, batch: Batch) -> dict[str, Tensor]:
         """Returns the columns of the rows' scores, fetched from the ranks that generated them; NaN where not scored."""
-        world_size = dist.get_world_size()
-        generated_by, score_ids = batch["generated_by"], batch["score_id"]
+        here, generated_by, score_ids = dist.get_rank(), batch["generated_by"], batch["score_id"]
         agents = batch["agent"] if "agent" in batch else torch.zeros_like(score_ids)
         scored = score_ids != NOT_SCORED
-        rows = [(scored & (generated_by == rank)).nonzero().flatten() for rank in range(world_size)]
-        # A rank does not know how many of its scores others need.
-        both = torch.stack([score_ids, agents], dim=1)
-        requested: list[list[tuple[int, int]]] = all_to_all_json([both[of_rank].tolist() for of_rank in rows])
+        rows = {rank: (scored & (generated_by == rank)).nonzero().flatten() for rank in generated_by.unique().tolist()}
+        # A rank does not know which of its scores others need.
+        wanted = torch.stack([generated_by, score_ids, agents], dim=1)
+        away = wanted[scored & (generated_by != here)].flatten()
+        requests = [part.clone().view(torch.int64).view(-1, 3) for part in all_gather_bytes(away.view(torch.uint8))]
+        requests[here] = wanted[scored]
+        requested = [request[request[:, 0] == here, 1:].tolist() for request in requests]
         names = self._agent_names or ("",)
         rewards = [[self._result(i).of(names[agent]) for i, agent in pairs] for pairs in requested]
         self._collected += [i for pairs in requested for i, _ in pairs]
         local_parts = {part for replies in rewards for reward in replies for part in reward.parts}
         # A part that only some ranks have seen is a column on all, or batches would not fit together.
         parts = sorted({part for of_rank in all_gather_json(list(local_parts)) for part in of_rank})
-        received = all_to_all_json([[_reply(reward, parts) for reward in replies] for replies in rewards])
+        replies = {rank: _packed(of_rank, parts) for rank, of_rank in enumerate(rewards)}
+        local = replies.pop(here)
+        row_bytes = 8 + 4 * (1 + len(parts))
+        received = exchange_bytes(replies, {rank: len(part) * row_bytes for rank, part in rows.items() if rank != here})
         scores = torch.full((1 + len(parts), len(batch)), math.nan)
         answers = torch.full((len(batch),), NO_ANSWER, dtype=torch.int64)
-        for of_rank, replies in zip(rows, received, strict=True):
-            values = torch.tensor([values for values, _ in replies], dtype=torch.float32)
-            scores[:, of_rank] = values.view(len(replies), 1 + len(parts)).T
-            answers[of_rank] = torch.tensor([answer for _, answer in replies], dtype=torch.int64)
+        for rank, data in (received | {here: local}).items():
+            of_rank = rows.get(rank, [])
+            if count := len(of_rank):
+                answers[of_rank] = data[: 8 * count].view(torch.int64)
+                scores[:, of_rank] = data[8 * count :].view(torch.float32).view(count, 1 + len(parts)).T
         columns = ["reward", *(f"{PART}{part}" for part in parts)]
         return {name: column.clone() for name, column in zip(columns, scores, strict=True)} | {"answer": answers}
 
@@ -343,9 +351,11 @@ def scoring_reward(reward: RewardRole | None) -> RewardRole:
     return reward
 
 
-def _reply(reward: Reward, parts: Sequence[str]) -> tuple[list[float], int]:
-    """Returns the value and the parts of a reward, NaN where it has none, and the number of its answer."""
-    return [float(reward.value), *(float(reward.parts.get(part, math.nan)) for part in parts)], _answer_number(reward)
+def _packed(rewards: Sequence[Reward], parts: Sequence[str]) -> Tensor:
+    """Returns uint8: the numbers of the answers, then of each reward its value and its parts, NaN where it has none."""
+    answers = torch.tensor([_answer_number(reward) for reward in rewards], dtype=torch.int64)
+    values = [[reward.value, *(reward.parts.get(part, math.nan) for part in parts)] for reward in rewards]
+    return torch.cat([answers.view(torch.uint8), torch.tensor(values, dtype=torch.float32).flatten().view(torch.uint8)])
 
 
 def _answer_number(reward: Reward) -> int:

@@ -267,7 +267,8 @@ class Role:
         # Roles of a concurrent block that have the same layout, such as actor and reference, share what is received.
         check_routed_experts(batch, self.runner.table.config)
         check_selected_keys(batch, self.runner.table.config)
-        key = (Fingerprint(batch, batch.names()), self.runner.placement, self.runner.table.config, self._omitted, plans)
+        omitted = [name for name in self._omitted if name in index.schema]
+        key = (Fingerprint(batch, batch.names()), self.runner.placement, self.runner.table.config, omitted, plans)
         return self._context.executor.once(key, lambda: self._gather(batch, index, plans))
 
     @property

@@ -6,7 +6,8 @@ goes through on one engine:
 
     served ──enough groups are complete──▶ draining ──none of its samples is in flight──▶ finished
       pops, submits, collects                aborted what is not needed,                     counts itself; the last
-                                             collects partial samples                        engine announces the end
+      |                                      collects partial samples                        engine announces the end
+      +──it has no further samples, and none is in flight───────────────────────────────▶──+
 
 The engine, whose process may end at any time:
 
@@ -270,7 +271,7 @@ class EngineWorker:
     def discard(self, samples: Collection[int]) -> None:
         """Aborts and forgets samples, as far as they are in flight; called while stopped."""
         self._resumed = {i: queue for i, queue in self._resumed.items() if i not in samples}
-        # Still in flight until the engine returns them; `_store_result` drops them then.
+        # Still in flight until the engine returns them; `_store_results` drops them then.
         self._discarded |= self._in_flight.keys() & set(samples)
         if self._engine is not None and self._discarded:
             self._engine.abort_samples(self._discarded)
@@ -286,10 +287,9 @@ class EngineWorker:
         try:
             # Consumes samples, complete or aborted; ends when nothing is in flight, or the engine dies.
             while self._in_flight:
-                for sample in self._engine.collect(COLLECT_SECONDS):
-                    flight = self._in_flight[sample.id]
-                    if self._store_result(sample, is_drained=True):
-                        self._resumed[sample.id] = flight.queue
+                samples = self._engine.collect(COLLECT_SECONDS)
+                queues = {sample.id: self._in_flight[sample.id].queue for sample in samples}
+                self._resumed |= {i: queues[i] for i in self._store_results(samples, is_drained=True)}
         except EngineDiedError as error:  # then all that is left in flight begins again
             self._recover(error)
         self._wake.set()
@@ -356,13 +356,12 @@ class EngineWorker:
             if is_busy:
                 samples = engine.collect(COLLECT_SECONDS)
                 self._observe(engine)
-                for sample in samples:
-                    self._store_result(sample)
+                self._store_results(samples)
                 self._counts["busy"] += time.perf_counter() - started
             for queue in list(self._queues):
                 if queue.is_open:
                     self._announce(queue)
-                elif queue.is_done():
+                elif queue.is_done() or (queue.is_exhausted() and not self._has_in_flight(queue)):
                     self._end(queue, engine)
         except EngineDiedError as error:
             self._recover(error)
@@ -405,20 +404,28 @@ class EngineWorker:
         if requests:
             engine.submit(requests, queue.sampling)
 
-    def _store_result(self, sample: Sample, is_drained: bool = False) -> bool:
-        """Passes on a sample that the engine has returned; returns whether it was aborted."""
-        queue = self._in_flight.pop(sample.id).queue
-        if sample.id in self._discarded:
-            self._discarded.remove(sample.id)
-        elif sample.finish == "abort" and (is_drained or queue in self._draining):
-            self._on_abort(sample)
-            return True
-        else:
-            self._has_completed = True
-            self._counts["tokens"] += len(sample.generated_versions)
-            self._on_sample(sample)
-            queue.mark_done(sample.id)
-        return False
+    def _store_results(self, samples: Iterable[Sample], is_drained: bool = False) -> list[int]:
+        """Passes on samples that the engine has returned; returns those that were aborted."""
+        aborted: list[int] = []
+        done: dict[WorkQueue, list[int]] = {}
+        for sample in samples:
+            queue = self._in_flight.pop(sample.id).queue
+            if sample.id in self._discarded:
+                self._discarded.remove(sample.id)
+            elif sample.finish == "abort" and (is_drained or queue in self._draining):
+                self._on_abort(sample)
+                aborted.append(sample.id)
+            else:
+                self._has_completed = True
+                self._counts["tokens"] += len(sample.generated_versions)
+                self._on_sample(sample)
+                done.setdefault(queue, []).append(sample.id)
+        for queue, ids in done.items():
+            queue.mark_done(ids)
+        return aborted
+
+    def _has_in_flight(self, queue: WorkQueue) -> bool:
+        return any(flight.queue is queue for flight in self._in_flight.values())
 
     def _announce(self, queue: WorkQueue) -> None:
         if self._expected and queue.is_done():
@@ -428,7 +435,7 @@ class EngineWorker:
 
     def _end(self, queue: WorkQueue, engine: RolloutEngine) -> None:
         """Drains a queue of a call that is done; when nothing of it is in flight, it is finished on this engine."""
-        if any(flight.queue is queue for flight in self._in_flight.values()):
+        if self._has_in_flight(queue):
             if queue not in self._draining:
                 self._draining.add(queue)
                 engine.abort()  # only in calls of training, which have the engine for themselves

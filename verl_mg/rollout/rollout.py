@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore
+from torch.distributed import HashStore, PrefixStore
 
 from verl_mg.batch import Batch, ColumnKind
 from verl_mg.data.prompt_feed import PromptFeed
@@ -231,12 +231,12 @@ class Rollout(RolloutSource):
 
     def __init__(self, engines: EngineGroup, setup: RolloutSetup) -> None:
         super().__init__(setup.records)
-        self._engines, self._setup = engines, setup
+        self._engines, self._setup, self._reward = engines, setup, setup.reward
         self._sampling, self._context, self._feed = setup.sampling, setup.context, setup.prompts
-        self._reward, self._store = setup.reward, PrefixStore("rollout", setup.context.store)
+        # Counters that no other engine uses stay in its rank.
+        self._store = PrefixStore("rollout", setup.context.store) if engines.num_engines > 1 else HashStore()
         self.drawn = how_drawn(setup.sampling, setup.columns.agent_names)
-        self._num_calls = 0
-        self._groups = GroupBuffer()
+        self._groups, self._num_calls = GroupBuffer(), 0
         self._ahead: list[int] = []
         """Prompts that were submitted for later calls, in order; the recipe must request them next."""
         self._num_samples_ahead = 0
@@ -323,8 +323,8 @@ class Rollout(RolloutSource):
         for group in queued:
             group.state = GroupState.RUNNING
             # A group of an earlier call is filtered by all its scores, also of samples that were completed then.
-            for i in group.done & self._groups.completed.keys() if score_filter else ():
-                queue.mark_done(i)
+            if score_filter:
+                queue.mark_done(sorted(group.done & self._groups.completed.keys()))
         self._engines.acquire_memory()
         self._worker.add(queue, self._resumed(queued))
         if self._separate:

@@ -1,7 +1,7 @@
 """Distributed work queue for rollout requests: counters in a store that all ranks share, no central scheduler.
 
     queue.pop(max_samples)     ids of samples for this engine to start
-    queue.mark_done(id)        a sample is complete; with the last one of a group the group is complete
+    queue.mark_done(ids)       samples are complete; with the last one of a group the group is complete
     queue.refresh()            reads how far all engines are, in one request to the store
     queue.is_done()            whether enough groups were complete then, on all engines together
 
@@ -39,6 +39,7 @@ the first groups in the order of the candidates that the filter keeps, whatever 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -166,15 +167,22 @@ class WorkQueue:
         is_shared = self._share is None and not self._grows and self._has_unclaimed
         return is_shared and self._num_claimed + num_engines < len(self._fresh)
 
-    def mark_done(self, sample: int) -> None:
-        """Counts a completed sample, with a filter when it is scored; KeyError for an id that is not in the queue."""
-        group = self._group_of[sample]
+    def mark_done(self, samples: Sequence[int]) -> None:
+        """Counts completed samples, with a filter when they are scored; KeyError for an id that is not in the queue."""
+        # By group, in the order of their last samples.
+        counts = Counter(reversed([self._group_of[sample] for sample in samples]))
         if self._filter:
-            self._unscored.append(sample)
-        # The addition that returns the size belongs to the last sample, so a group is counted once.
-        elif self._sizes[group] == 1 or self._add(f"done/{group}", 1) == self._sizes[group]:
-            self._num_complete = self._add("complete", 1)
-            self._completion_order[group] = self._num_complete - 1
+            self._unscored += samples
+            return
+        complete = []
+        for group, count in reversed(counts.items()):
+            # The addition that returns the size has the last sample, so a group is counted once.
+            if self._sizes[group] == count or self._add(f"done/{group}", count) == self._sizes[group]:
+                complete.append(group)
+        if complete:
+            self._num_complete = self._add("complete", len(complete))
+            first = self._num_complete - len(complete)
+            self._completion_order |= {group: first + place for place, group in enumerate(complete)}
 
     def refresh(self) -> None:
         """Reads the counters upon which `is_done` and `can_queue` decide; starts candidates for rejected groups."""
@@ -196,6 +204,12 @@ class WorkQueue:
         """Returns whether enough groups were complete at the last `refresh` or `mark_done`, on all engines together."""
         is_filtered = self._filter and self._num_complete + self._num_rejected >= len(self._candidates)
         return self._num_complete >= self._num_needed or bool(is_filtered)
+
+    def is_exhausted(self) -> bool:
+        """Returns whether `pop` returns no further sample to this engine, whatever others do."""
+        if self._share is not None:
+            return not self._share
+        return not self._grows and not self._has_unclaimed and not self._remaining
 
     def count_end(self) -> int:
         """Returns how many engines have finished, this one included."""

@@ -119,7 +119,7 @@ class _Rows:
         assert len(set(rows)) == len(rows), "a rank wants a row twice"
         self._index, self._rows, self._parts = index, rows, parts
         self._place = {row: place for place, row in enumerate(rows)}
-        self._counts = cache(lambda kind: torch.tensor([index.counts(kind)[row] for row in rows], dtype=torch.int64))
+        self._counts = cache(lambda kind: torch.tensor(_counts_of(index, kind, rows), dtype=torch.int64))
         self._columns: dict[str, Tensor] = {}
         for part in parts:
             column = index.schema[part.name]
@@ -151,12 +151,17 @@ class _Rows:
 def _places(counts: Callable[[ColumnKind], Tensor], rows: Tensor) -> Callable[[ColumnKind], Tensor]:
     """Returns the function from a kind to the positions of the entries of rows in a column of it, row after row."""
     # Cached and only on demand: most rows have several token columns, and some transfers have none.
-    return cache(lambda kind: entries_of(counts(kind), rows))
+    return cache(lambda kind: rows if kind is ColumnKind.SEQUENCE else entries_of(counts(kind), rows))
+
+
+def _counts_of(index: RowIndex, kind: ColumnKind, rows: Sequence[int]) -> list[int]:
+    counts = index.counts(kind)
+    return [counts[row] for row in rows]
 
 
 def _parts_of(piece: Delivery, data: Tensor, index: RowIndex) -> Iterator[tuple[ColumnPart, Tensor]]:
     """Yields each part of a piece with its entries as a view of the piece's bytes."""
-    start, total = 0, cache(lambda kind: sum(index.counts(kind)[row] for row in piece.rows))
+    start, total = 0, cache(lambda kind: sum(_counts_of(index, kind, piece.rows)))
     for part in piece.parts:
         column = index.schema[part.name]
         entries = total(column.kind)

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import json
 import math
+import struct
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -41,6 +43,9 @@ INDEXED_COLUMNS = ("sample_id", "loss_mask", "pair", "trajectory", *COUNTED_BY.v
 _FIELDS = 5 + len(COUNTED_BY)
 """Integers that a rank sends for each row: sample id, length, scored tokens, group, trajectory, and the entries of each
 kind in COUNTED_BY."""
+
+
+_HEAD = "<q?q"
 
 
 @dataclass(frozen=True)
@@ -151,18 +156,26 @@ class _Report:
     has_images: bool
 
     def encode(self) -> Tensor:
-        """Returns the report as uint8: the number of rows or -1, whether there are images, the rows, and the schema."""
-        rows = torch.empty(0, _FIELDS, dtype=torch.int64) if self.rows is None else self.rows
-        head = torch.tensor([-1 if self.rows is None else len(rows), self.has_images])
-        schema = torch.frombuffer(bytearray(self.schema), dtype=torch.uint8)
-        return torch.cat([head.view(torch.uint8), rows.reshape(-1).view(torch.uint8), schema])
+        """Returns the report as uint8: the number of rows or -1, whether there are images, the size of the compressed
+        rows, these, and the schema."""
+        # Most bytes of the rows are 0: compressed, the rows of a small batch fit into the first message.
+        count, rows = (
+            (-1, b"") if self.rows is None else (len(self.rows), zlib.compress(self.rows.numpy().tobytes(), 1))
+        )
+        head = struct.pack(_HEAD, count, self.has_images, len(rows))
+        return torch.frombuffer(bytearray(head + rows + self.schema), dtype=torch.uint8)
 
     @classmethod
     def decode(cls, data: Tensor) -> _Report:
-        count, has_images = data[:16].clone().view(torch.int64).tolist()
-        end = 8 * (2 + _FIELDS * max(count, 0))
-        rows = None if count < 0 else data[16:end].clone().view(torch.int64).view(count, _FIELDS)
-        return cls(rows, data[end:].numpy().tobytes(), bool(has_images))
+        content = data.numpy().tobytes()
+        count, has_images, size = struct.unpack_from(_HEAD, content)
+        start = struct.calcsize(_HEAD)
+        rows = None
+        if count >= 0:
+            numbers = bytearray(zlib.decompress(content[start : start + size]))
+            rows = torch.frombuffer(numbers, dtype=torch.int64) if count else torch.empty(0, dtype=torch.int64)
+            rows = rows.view(count, _FIELDS)
+        return cls(rows, content[start + size :], has_images)
 
 
 class RowIndexer:
@@ -333,8 +346,11 @@ def row_bytes(index: RowIndex, rows: Sequence[int], parts: Sequence[ColumnPart])
     sizes: Counter[ColumnKind] = Counter()
     for part in parts:
         sizes[index.schema[part.name].kind] += part.entry_bytes(index.schema)
-    by_kind = [(size, index.counts(kind)) for kind, size in sizes.items()]
-    return [sum(size * counts[row] for size, counts in by_kind) for row in rows]
+    # Not by the numbers of all rows for each call, of which a large job has one for each pair of ranks.
+    fixed = sum(size for kind, size in sizes.items() if kind is not ColumnKind.TOKEN and kind not in COUNTED_BY)
+    counted = {kind: counts for kind, counts in index.counted.items() if kind in sizes}
+    by_kind = [(sizes[kind], counts) for kind, counts in {ColumnKind.TOKEN: index.lengths, **counted}.items()]
+    return [fixed + sum(size * counts[row] for size, counts in by_kind) for row in rows]
 
 
 def plan_deliveries(

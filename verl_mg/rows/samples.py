@@ -324,7 +324,20 @@ class RolloutRecord:
 
     def add(self, name: str, values: Tensor, kind: ColumnKind) -> None:
         """Adds a column that the recipe receives."""
-        # Copied, since the recipe may edit it in place. Columns with several numbers per token are large, and no recipe
-        # changes them.
-        is_small = values.dim() == 1 and kind not in COUNTED_BY
-        self.received.put(name, values.clone() if is_small else values, kind)
+        self.received.put(name, _kept(values, kind), kind)
+
+
+def as_of_now(batch: Batch) -> Batch:
+    """Returns the recorded columns of a batch, which a recipe may keep and change."""
+    copy = Batch(batch.lengths)
+    copy.images = batch.images
+    for name in batch.names():
+        if name not in NOT_RECORDED:
+            copy.put(name, _kept(batch[name], batch.kind(name)), batch.kind(name))
+    return copy
+
+
+def _kept(values: Tensor, kind: ColumnKind) -> Tensor:
+    # Copied, since the recipe may edit it in place. Columns with several numbers per token are large, and no recipe
+    # changes them.
+    return values.clone() if values.dim() == 1 and kind not in COUNTED_BY else values

@@ -6,6 +6,8 @@ Rows come from the part that has made the choice:
     engine sglang     attention                fa3
     devices           NCCL within a node       NVLink (the driver's list of links)
     memory            training                 61.2 of 79.2 GiB planned
+
+On the CPU it has only the seconds of the start, and the memory of the ranks after the first iteration.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import logging
 import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,15 @@ from verl_mg.planner.job_memory import JobMemory, job_memory
 
 START = "start.json"
 GIB = 2**30
+SHORTEST_SECONDS = 0.005  # phases of the start that are shorter are not listed
+OF_PLAN = {
+    "imports": ("imports",),
+    "build": ("data", "models"),
+    "training": ("forward", "update", "optimizer"),
+    "generation": ("generate",),
+    "weight sync": ("weight_sync",),
+}
+"""Phases of a plan, and the imports before it, with the timer's phases that belong to each."""
 RAN_ON = {(9, 0): "H100 and H200"}
 """GPUs on which this project has run, by their compute capability: the folders of `benchmarks/`."""
 RAN_WITH = {
@@ -102,15 +113,39 @@ class StartTable:
         with replacing(folder / START) as file:
             file.write_text(json.dumps(content | {"warnings": self.warnings}, indent=2) + "\n", encoding="utf-8")
 
-    def compare_memory(self, shows: bool) -> None:
-        """Prints the largest memory of a rank so far, and that of the plan; all ranks call it together."""
-        peak = max(all_gather_json(torch.cuda.max_memory_allocated()))
-        if shows and self.memory:
-            phase, planned = max(self.memory.phases.items(), key=lambda item: item[1])
-            print(
-                f"memory    {_gib(peak)} GiB of tensors on the fullest rank, {_gib(planned)} planned ({phase})",
-                flush=True,
-            )
+    def started(self, job: RunningJob) -> StartTable:
+        """Returns the table with the seconds up to the first iteration; all ranks call it together."""
+        seconds = job.timer.take()
+        rows = [Choice(phase, f"{value:.2f} s") for phase, value in seconds.items() if value >= SHORTEST_SECONDS]
+        return self._with_rows("start", [*rows, Choice("together", f"{sum(seconds.values()):.2f} s")], job.config)
+
+    def compare_memory(self, job: RunningJob) -> None:
+        """Adds the memory of the fullest rank so far, with that of the plan; all ranks call it together."""
+        measured, job.timer.memory = job.timer.memory, None
+        of_ranks = all_gather_json(measured.bytes if measured else {})
+        # GPU: the tensors of the fullest rank, and the largest phase of the plan.
+        # GPU-TEST: tests/run/test_start_table.py::test_memory_of_the_first_iteration_is_printed_with_the_plan
+        # GPU-RAN: not yet
+        on_gpu = torch.cuda.is_available()
+        of_device = max(all_gather_json(torch.cuda.max_memory_allocated())) if on_gpu else 0
+        if dist.get_rank() == 0:
+            plan = self.memory or _memory(job)[0]
+            planned = plan.phases if plan else {}
+            rows = _host_rows(of_ranks, {} if on_gpu else planned)
+            if on_gpu:
+                phase = max(planned, key=planned.__getitem__, default="")
+                of_plan = f", {_gib(planned[phase])} planned ({phase})" if phase else ""
+                rows.append(Choice("tensors", f"{_gib(of_device)} GiB at most{of_plan}"))
+            self._with_rows("fullest rank", rows, job.config)
+
+    def _with_rows(self, section: str, rows: list[Choice], config: Config) -> StartTable:
+        """Returns the table with a further section, which rank 0 prints, and writes with the others."""
+        table = replace(self, sections={**self.sections, section: rows})
+        if dist.get_rank() == 0:
+            if config.job.console:
+                print("\n".join(StartTable({section: rows}).lines()), flush=True)
+            table.write(config.job.folder)
+        return table
 
 
 def start_table(job: RunningJob) -> StartTable:
@@ -128,6 +163,22 @@ def start_table(job: RunningJob) -> StartTable:
         memory, rows = _memory(job)
         sections |= {"memory": dict.fromkeys(rows), "options": dict.fromkeys(_untried(job))}
     return StartTable({section: list(rows) for section, rows in sections.items() if rows}, memory)
+
+
+def _host_rows(ranks: Sequence[Mapping[str, Sequence[int]]], planned: Mapping[str, float]) -> list[Choice]:
+    """Returns rows with the resident memory of the fullest rank by phase, with the bytes that are `planned`."""
+    names = {of_timer: of_plan for of_plan, several in OF_PLAN.items() for of_timer in several}
+    largest: dict[str, tuple[int, int]] = {}
+    for rank in ranks:
+        for phase, (peak, kept) in rank.items():
+            name = names.get(phase, "other")
+            before = largest.get(name, (0, 0))
+            largest[name] = max(before[0], peak), max(before[1], kept)
+    tensors = {phase: f", {size / GIB:.2f} of tensors planned" for phase, size in planned.items()}
+    return [
+        Choice(phase, f"{peak / GIB:.2f} GiB at most, {kept / GIB:.2f} kept{tensors.get(phase, '')}")
+        for phase, (peak, kept) in largest.items()
+    ]
 
 
 def _described(section: str, describe: Callable[[], dict[str, list[Choice]]]) -> dict[str, list[Choice]]:

@@ -22,6 +22,7 @@ from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines.engine import EngineDiedError, Request, Sample, Sampling
 from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.reports import ReportRules
+from verl_mg.engines.request_batch import RequestBatch
 from verl_mg.engines.request_tracker import EngineLimits, RequestTracker
 from verl_mg.engines.sglang.folder_receiver import FolderRequest
 from verl_mg.engines.sglang.host import image_fields, load_counts, parse_response, request_fields
@@ -157,11 +158,13 @@ class RemoteEngine(RequestTracker):
         for rid in list(self._running):
             self._abort_request(rid)
 
-    def _generate(self, rid: str, request: dict[str, Any]) -> None:
-        fields = request_fields(request)
-        if request["images"] and self._processor:
-            fields |= image_fields(request, self._processor)
-        self._client.start(self._post_request(rid, fields, len(request["tokens"])))
+    def _generate(self, batch: RequestBatch) -> None:
+        # One by one: a server answers a list of requests when the last one is complete.
+        for rid, request in batch.requests().items():
+            fields = request_fields(request)
+            if request["images"] and self._processor:
+                fields |= image_fields(request, self._processor)
+            self._client.start(self._post_request(rid, fields, len(request["tokens"])))
 
     async def _post_request(self, rid: str, fields: dict[str, Any], prompt_tokens: int) -> None:
         self._open.add(rid)

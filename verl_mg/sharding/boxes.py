@@ -159,6 +159,17 @@ def cut(box: Box, parts: int) -> Iterator[tuple[int, Box]]:
             yield before + inner, part
 
 
+def largest_part(box: Box, parts: int) -> int:
+    """Returns the elements of the largest of the parts of `cut`."""
+    axis = next((i for i, (start, stop) in enumerate(box) if stop - start > 1), None)
+    if parts == 1 or axis is None:
+        return numel(box)
+    start, stop = box[axis]
+    rows = -(-(stop - start) // parts)
+    slab = (*box[:axis], (0, rows), *box[axis + 1 :])
+    return largest_part(slab, max(1, parts // (stop - start)))
+
+
 def contiguous_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """Yields a range of a flattened tensor as boxes, each contiguous in memory, in rising order.
 

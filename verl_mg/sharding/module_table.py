@@ -7,20 +7,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
+from verl_mg.dtypes import dtype_name
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.hf_config import HFConfig, read_config
 from verl_mg.models.tensor_index import TensorEntry, TensorIndex
 from verl_mg.models.tensor_tree import TensorSpec, expert_shapes
 from verl_mg.models.transformers_module import module_config
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.model_table import SCORE, Head, ModelTable
-from verl_mg.sharding.module_shards import ModuleShards, module_shards
 from verl_mg.sharding.shard_map import ExplicitShardMap, ShardMap
 from verl_mg.sharding.weight_table import WeightTable, weight_table
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl_mg.sharding import module_shards
+    from verl_mg.sharding.module_shards import ModuleShards
+else:
+    module_shards = lazy_import("verl_mg.sharding.module_shards")
 
 _LAYER, _EXPERT = re.compile(r"\.(\d+)\."), re.compile(r"\.experts\.(\d+)\.")
 
@@ -120,7 +128,7 @@ class ModuleTable(ModelTable):
         stacked = not expert and shape[:1] == (count,) and (len(shape) > 2 or ".experts." in name)
         return TensorEntry(
             0,
-            TensorSpec(template, shape, dtype),
+            TensorSpec(template, shape, dtype_name(dtype) if dtype else None),
             int(layer[1]) if layer else None,
             int(expert[1]) if expert else None,
             stacked,
@@ -129,7 +137,7 @@ class ModuleTable(ModelTable):
 
 def module_table(model_dir: str | Path, head: Head = "language") -> ModuleTable:
     """Returns the weight table of a model directory for `transformers`; reads config.json and headers, no weights."""
-    module = module_shards(model_dir, headless=head == "value")
+    module = module_shards.module_shards(model_dir, headless=head == "value")
     builtin = _builtin(Path(model_dir), head, module)
     config = builtin.config if builtin else _config(Path(model_dir), module)
     if builtin and (stacked := builtin.tensor_index.stacked):

@@ -81,6 +81,9 @@ class Replicas(Sequence[BoxReplicas]):
     def __getitem__(self, at: int | slice) -> BoxReplicas | Sequence[BoxReplicas]:
         return self._items[at]
 
+    def __iter__(self) -> Iterator[BoxReplicas]:
+        return iter(self._items)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Replicas) and self._items == other._items
 
@@ -294,8 +297,8 @@ class ExplicitShardMap:
 
 def _with_names(template: Shard, layer: int | None, expert: int | None = None) -> Shard:
     """Returns the template with the numbers of layer and expert in its tensors' names."""
-    pieces = tuple(Piece(p.tensor.format(layer=layer, expert=expert), p.source, p.target) for p in template.pieces)
-    return replace(template, pieces=pieces)
+    pieces = tuple([Piece(p.tensor.format(layer=layer, expert=expert), p.source, p.target) for p in template.pieces])
+    return Shard(template.shape, pieces, template.padding, template.order)  # `replace` takes three times as long
 
 
 def _stack(parts: Sequence[Shard], order: Order) -> Shard:

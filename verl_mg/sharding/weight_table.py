@@ -221,6 +221,17 @@ class WeightTable(ModelTable):
             latent = self.config.latent
             layout.check_down_projections(latent.q_rank, latent.kv_rank + latent.rope_dim)
 
+    def check_training(self, layout: Layout, kernels: Kernels = "torch", exchanges_heads: bool = True) -> None:
+        """Checks that the model can be trained on Megatron's layout.
+
+        Args:
+            layout, kernels: as in `check_layout`.
+            exchanges_heads: whether context-parallel ranks exchange heads in attention, and not keys and values.
+        """
+        self.check_layout(layout, kernels)
+        if exchanges_heads:
+            layout.check_context(self.config.heads, self.config.linear_value_heads)
+
     def padded_vocab(self, tp: int) -> int:
         """Returns the rows of the vocabulary on all tensor-parallel ranks of Megatron, including padding."""
         return megatron.VOCABULARY.padded(self.config.vocab, tp)

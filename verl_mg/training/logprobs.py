@@ -1,20 +1,26 @@
 """From hidden states to log-probs, entropies and divergences over a vocabulary that tensor-parallel ranks share.
 
 `TokenOutputs` says what a language model computes for each token that it scores, the same on both backends;
-`OutputLayer` computes logits, the functions between them float32 results in nats.
+`OutputLayer` computes products, `vocabulary_rows` turns them into logits and float32 results in nats.
 
-Logits are computed for one chunk of tokens at a time, in the forward pass and again in the backward pass: no more than
-a chunk of the (tokens, vocabulary) matrix is ever materialized, and the vocabulary is never gathered. Where all tokens
-fit in one chunk, its log-probabilities are kept for the backward pass instead.
+No more than a chunk of the (tokens, vocabulary) matrix is ever materialized, and the vocabulary is never gathered. The
+forward pass has chunks of tokens, whose sums over the vocabulary are complete; the backward pass computes logits again
+in blocks of the vocabulary, of all tokens, so that each row of the weight's gradient is written once:
+
+    forward, 3 chunks        backward, 3 blocks           added up over blocks, in float32
+    v v v v v v              v v | v v | v v              gradient of hidden states   n h numbers
+    -----------              v v | v v | v v              ... of weights, if over chunks of tokens   v h numbers
+    v v v v v v              v v | v v | v v
+    -----------              v v | v v | v v              with n tokens, mostly fewer than v of the vocabulary
+    v v v v v v              v v | v v | v v
+
+Where all tokens fit in one chunk, its logits are kept for the backward pass instead.
 
 One autograd function computes log-probs, entropy and divergence, because they share the student's product and the
-gradient's. With q = softmax(z) of the student's logits z, the target y, the entropy H, the divergence D and its
-derivatives s by log q:
-
-    d log q(y) / dz = [y] - q        d H / dz = -q (log q + H)        d D / dz = s - q sum(s)
+gradient's.
 
 Where tokens were drawn from candidates only, all of this is of the distributions over the candidates: logits of other
-tokens are EXCLUDED in the chunks of logits, so that their q and with it their gradient is 0, and nothing else changes.
+tokens are EXCLUDED, so that their q and with it their gradient is 0, and nothing else changes.
 
 A teacher's last hidden state of a token has a few thousand numbers, its logits a hundred times as many. So hidden
 states travel, and the ranks that train the student have the teacher's output layer, with the vocabulary sharded as
@@ -25,8 +31,8 @@ rows from the teacher's directory, and nothing else of the teacher.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,96 +43,10 @@ from verl_mg.algorithms.divergence import Divergence, top_divergence
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader
 from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.errors import UserError
-from verl_mg.training.microbatch import EXCLUDED, TEACHER, TEACHER_HIDDEN, TEACHER_TOP, MicroBatch, Support
+from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP, MicroBatch
+from verl_mg.training.output_layer import Draw, OutputLayer
+from verl_mg.training.vocabulary_rows import Extra, RowGradient, Rows, TeacherGradient, combine, lines, rows_on
 from verl_mg.training.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
-
-# GPU: larger chunks of logits.
-# GPU-TEST: tests/training/test_logprobs.py::test_vocab_parallel_logprobs_values_and_gradients_equal_full_logits
-# GPU-RAN: h200-1, h100-1
-CHUNK_BYTES = {"cuda": 2**30, "cpu": 2**24}
-"""Bytes of one chunk of float32 logits on one rank, by the kind of device: large enough for efficient products."""
-
-Extra = Literal["entropy", "squares"] | None
-"""Outputs in addition to log-probs: entropies, or the sums of squared probabilities, which have no gradients."""
-
-DIVERGENCE_COPIES = 6  # tensors as large as the logits that a chunk needs for a divergence, temporary ones included
-
-
-@dataclass(frozen=True)
-class OutputLayer:
-    """Output layer of one rank, which turns hidden states into log-probabilities."""
-
-    weight: Tensor  # (rows, h), this rank's vocabulary shard
-    first_token: int  # token id of the shard's first row
-    real_rows: int  # number of rows of the shard that are tokens; the others are padding
-    group: dist.ProcessGroup | None  # tensor-parallel ranks; None: the rank has the whole vocabulary
-    softcap: float | None = None  # bound c of logits z, as c * tanh(z / c) (Gemma 2, arXiv:2408.00118); None for none
-    fused_gradient: bool = False  # add the weight's gradient to its buffer in the product, see `weight_gradients`
-    scale: float = 1.0  # factor of the products of hidden states and weights
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Computes the float32 logits (n, real_rows) of hidden states (n, h)."""
-        weight = self.weight[: self.real_rows]
-        # GPU: the product of 16-bit matrices has a float32 result: sums are not rounded.
-        # GPU-TEST: tests/megatron/test_fake_cuda.py::test_train_family_on_cuda_has_values_of_transformers,
-        # tests/training/test_logprobs.py::test_vocab_parallel_logprobs_of_bf16_weights_are_float32
-        # GPU-RAN: h200-1, h100-1
-        if hidden.device.type == "cuda" and hidden.dtype is not torch.float32:
-            products = torch.mm(hidden, weight.T, out_dtype=torch.float32)  # sums are not rounded
-        else:
-            products = (hidden @ weight.T).float()
-        if self.scale != 1:
-            products *= self.scale
-        if self.softcap is None:
-            return products
-        return products.div_(self.softcap).tanh_().mul_(self.softcap)
-
-    def local_targets(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns each target's row in this shard (0 where it is in another one), and whether it is in this shard."""
-        local = targets - self.first_token
-        is_local = (local >= 0) & (local < self.real_rows)
-        return torch.where(is_local, local, 0), is_local
-
-    def chunks(self, tokens: int, copies: int = 1) -> list[slice]:
-        """Divides tokens into chunks whose logits have at most CHUNK_BYTES, in `copies` tensors of their size."""
-        # By the rows with padding, of which all ranks have equally many: so they take part in equally many collectives.
-        size = max(1, CHUNK_BYTES[self.weight.device.type] // (4 * len(self.weight) * copies))
-        return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
-
-
-@dataclass(frozen=True)
-class Draw:
-    """Distribution that tokens were drawn from, by their logits."""
-
-    temperature: float  # divisor of the logits
-    support: Support | None = None  # candidates; None: all of the vocabulary
-
-    def scale(self, logits: Tensor, chunk: slice, layer: OutputLayer, excluded: float = EXCLUDED) -> Tensor:
-        """Scales and limits a chunk's logits (tokens, real_rows) of a layer as for the draw, in place."""
-        scaled = logits if self.temperature == 1 else logits.div_(self.temperature)
-        return self.support.limit(scaled, chunk, layer.first_token, excluded) if self.support else scaled
-
-
-def row_max(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the largest logit of each token over all shards: (n, real_rows) -> (n,)."""
-    # A shard that is all padding has no maximum.
-    highest = logits.amax(-1) if logits.shape[1] else logits.new_full((len(logits),), -torch.inf)
-    if group is not None and group.size() > 1:
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    return highest
-
-
-def sum_over(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Adds the sums of all shards, in place."""
-    if group is not None and group.size() > 1:
-        dist.all_reduce(sums, group=group)
-    return sums
-
-
-def log_normalizer(logits: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Returns the logarithm of the sum of exponentials over all shards: (n, real_rows) -> (n,)."""
-    highest = row_max(logits, group)
-    return highest + sum_over((logits - highest[:, None]).exp_().sum(-1), group).log()
 
 
 @dataclass(frozen=True)
@@ -182,20 +102,24 @@ class TeacherTokens:
     hidden: Tensor  # (m, h) last hidden states of the teachers; a narrower teacher has the first numbers
     teachers: Tensor  # (m,) int64 number of each token's teacher
 
-    def logits(self, chunk: slice, draw: Draw) -> Tensor:
-        """Computes the teachers' float32 logits (tokens, real_rows) of a chunk, of the distribution of the draw."""
+    def rows(self, chunk: slice, draw: Draw) -> Rows:
+        """Returns the teachers' rows of a chunk of tokens, of the distribution of the draw."""
+        kind, first = rows_on(self.hidden.device), self.layers[0]
         if len(self.layers) == 1:
-            return draw.scale(_logits(self.layers[0], self.hidden[chunk]), chunk, self.layers[0])
-        logits = self.hidden.new_empty(chunk.stop - chunk.start, self.layers[0].real_rows, dtype=torch.float32)
+            return kind(first.products(self._inputs(first, self.hidden[chunk])), first, draw, chunk)
+        logits = self.hidden.new_empty(chunk.stop - chunk.start, first.real_rows, dtype=torch.float32)
         for number, layer in enumerate(self.layers):
             rows = (self.teachers[chunk] == number).nonzero().flatten()
-            logits[rows] = _logits(layer, self.hidden[chunk][rows])
-        return draw.scale(logits, chunk, self.layers[0])
+            logits[rows] = layer.logits(self._inputs(layer, self.hidden[chunk][rows]))
+        return kind(logits, replace(first, softcap=None, scale=1.0), draw, chunk)
 
+    def part(self, rows: slice) -> TeacherTokens:
+        """Returns the same with a part of the vocabulary."""
+        return replace(self, layers=[layer.part(rows) for layer in self.layers])
 
-def _logits(layer: OutputLayer, hidden: Tensor) -> Tensor:
-    width = layer.weight.shape[1]
-    return layer.logits(hidden[:, :width].to(layer.weight.dtype))
+    @staticmethod
+    def _inputs(layer: OutputLayer, hidden: Tensor) -> Tensor:
+        return hidden[:, : layer.weight.shape[1]].to(layer.weight.dtype)
 
 
 def vocab_parallel_top(hidden: Tensor, layer: OutputLayer, draw: Draw, k: int) -> tuple[Tensor, Tensor]:
@@ -208,8 +132,9 @@ def vocab_parallel_top(hidden: Tensor, layer: OutputLayer, draw: Draw, k: int) -
     tokens = torch.empty_like(logprobs, dtype=torch.int64)
     for chunk in layer.chunks(len(hidden)):
         logits = draw.scale(layer.logits(hidden[chunk]), chunk, layer, -torch.inf)
-        normalizer = log_normalizer(logits, layer.group)
         values, rows = logits.topk(min(k, layer.real_rows))
+        rows_of_draw = rows_on(hidden.device)(logits, replace(layer, softcap=None, scale=1.0), Draw(1.0), chunk)
+        normalizer = _normalizer(rows_of_draw, chunk, layer, False).sum(0)
         # A shard may have fewer than k real rows: padding of -inf is never among the best.
         missing = (0, k - values.shape[1])
         values = torch.nn.functional.pad(values, missing, value=-torch.inf)
@@ -219,6 +144,14 @@ def vocab_parallel_top(hidden: Tensor, layer: OutputLayer, draw: Draw, k: int) -
         logprobs[chunk] = best - normalizer[:, None]
         tokens[chunk] = torch.where(best == -torch.inf, 0, ids.gather(1, places))
     return logprobs, tokens
+
+
+def _normalizer(rows: Rows, tokens: slice, layer: OutputLayer, reused: bool) -> Tensor:
+    """Returns the normalizer of rows without targets, see `vocabulary_rows.Outputs`; reused: as of `Rows.sums`."""
+    targets = torch.empty(tokens.stop - tokens.start, 0, dtype=torch.int64, device=layer.weight.device)
+    sums = torch.empty(lines(None), len(targets), device=targets.device)
+    rows.sums(targets, None, sums, reused)
+    return combine(sums, targets, None, layer).normalizer
 
 
 def _gathered(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -277,119 +210,100 @@ class _LogProbs(torch.autograd.Function):
         extra: Extra,
         teacher: TeacherTokens | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        logprobs = hidden.new_empty(targets.shape, dtype=torch.float32)
-        entropy = hidden.new_empty(len(hidden), dtype=torch.float32)  # or the sums of squares
-        normalizer, divergence = torch.empty_like(entropy), torch.empty_like(entropy)
-        of_teacher = torch.empty(2, len(hidden) if teacher else 0, device=hidden.device)  # normalizer, sum of slopes
+        kind, count = rows_on(hidden.device), len(hidden)
+        sums = torch.empty(lines(extra) + targets.shape[1], count, device=hidden.device)
+        logprobs = torch.empty(targets.shape, device=hidden.device)
+        normalizer, of_teacher = (torch.empty(2, count, device=hidden.device) for _ in range(2))
+        other, divergence, slopes = (torch.empty(count, device=hidden.device) for _ in range(3))
+
+        def fill(tokens: slice) -> None:
+            result = combine(sums[:, tokens], targets[tokens], extra, layer)
+            normalizer[:, tokens], logprobs[tokens] = result.normalizer, result.logprobs
+            if result.other is not None:
+                other[tokens] = result.other
+
+        chunks = layer.chunks(count, kind.copies_with_teacher if teacher else kind.copies)
+        keeps = len(chunks) == 1 and ctx.needs_input_grad[0]
         ctx.kept = None
-        chunks = layer.chunks(len(hidden), DIVERGENCE_COPIES if teacher else 1)
-        # With a softcap the backward pass needs the capped logits for the derivative of tanh.
-        keeps = len(chunks) == 1 and layer.softcap is None and ctx.needs_input_grad[0]
         for chunk in chunks:
-            logits = draw.scale(layer.logits(hidden[chunk]), chunk, layer)
-            local, is_local = layer.local_targets(targets[chunk])
-            highest = row_max(logits, layer.group)
-            logits -= highest[:, None]
-            # All sums over the vocabulary travel in one all-reduce; they are relative to the maxima of the other.
-            sums = [_pick(logits, local, is_local).T]
-            exponentials = logits.exp() if extra == "entropy" or keeps or teacher else logits.exp_()
-            sums += [exponentials.sum(-1)[None]]
-            if extra:
-                factor = logits if extra == "entropy" else exponentials
-                sums += [exponentials.mul_(factor).sum(-1)[None]]
-            del exponentials
-            summed = sum_over(torch.cat(sums), layer.group)
-            picked, total = summed[: targets.shape[1]], summed[targets.shape[1]]
-            logarithm = total.log()
-            normalizer[chunk] = highest + logarithm
-            logprobs[chunk] = (picked - logarithm).T
-            if extra == "entropy":
-                entropy[chunk] = logarithm - summed[-1] / total
-            elif extra:
-                entropy[chunk] = summed[-1] / total**2
-            if keeps or teacher:
-                logits.sub_(logarithm[:, None])
-            if teacher:
-                theirs = teacher.logits(chunk, draw)
-                of_teacher[0, chunk] = log_normalizer(theirs, layer.group)
-                theirs -= of_teacher[0, chunk, None]
-                terms = teacher.divergence.terms(theirs, logits).sum(-1)
-                slopes = teacher.divergence.slopes(theirs, logits).sum(-1)
-                divergence[chunk], of_teacher[1, chunk] = sum_over(torch.stack([terms, slopes]), layer.group)
+            rows = kind(layer.products(hidden[chunk]), layer, draw, chunk, keeps)
+            rows.sums(targets[chunk], extra, sums[:, chunk], keeps or teacher is not None)
+            if teacher:  # terms of the divergence need the log-probs of both
+                fill(chunk)
+                rows.normalize(normalizer[:, chunk])
+                theirs = teacher.rows(chunk, draw)
+                of_teacher[:, chunk] = _normalizer(theirs, chunk, layer, True)
+                theirs.normalize(of_teacher[:, chunk])
+                parts = rows.divergence(theirs, teacher.divergence, (normalizer[:, chunk], of_teacher[:, chunk]))
+                if layer.group is not None and layer.group.size() > 1:
+                    dist.all_reduce(parts, group=layer.group)
+                divergence[chunk], slopes[chunk] = parts
                 del theirs
             if keeps:
-                ctx.kept = logits
-            del logits
-        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy, of_teacher)
-        ctx.layer, ctx.draw, ctx.teacher, ctx.chunks = layer, draw, teacher, chunks
+                ctx.kept = rows
+            del rows
+        if teacher is None and count:
+            # All tokens together: two collectives for a micro-batch.
+            fill(slice(0, count))
+            if ctx.kept is not None:
+                ctx.kept.normalize(normalizer)
+        ctx.save_for_backward(hidden, weight, targets, normalizer, other, of_teacher, slopes)
+        ctx.layer, ctx.draw, ctx.teacher, ctx.kind = layer, draw, teacher, kind
         ctx.buffer = gradient_buffer(weight, layer.fused_gradient)
         # Outputs without a gradient arrive as None, and their terms are left out of the backward pass.
         ctx.set_materialize_grads(False)
         if extra == "squares":
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy, divergence
+            ctx.mark_non_differentiable(other)
+        return logprobs, other, divergence
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, normalizer, entropy, of_teacher = ctx.saved_tensors
-        layer, draw, teacher = ctx.layer, ctx.draw, ctx.teacher
+        hidden, weight, targets, normalizer, other, of_teacher, slopes = ctx.saved_tensors
+        layer, draw, kind, teacher = ctx.layer, ctx.draw, ctx.kind, ctx.teacher
         # The derivative of logits / temperature is applied to the numbers of a token, not to its logits.
-        grad_logprobs, grad_entropy, grad_divergence = (None if g is None else g / draw.temperature for g in gradients)
-        if grad_logprobs is None:
-            grad_logprobs = torch.zeros_like(targets, dtype=torch.float32)
-        grad_total = grad_logprobs.sum(1)
-        grad_hidden = torch.empty_like(hidden)
-        buffer = ctx.buffer if ctx.needs_input_grad[1] else None
-        if ctx.needs_input_grad[1] and buffer is None:
-            buffer = torch.zeros_like(weight, dtype=torch.float32)
+        of_logprobs, of_entropy, of_divergence = (
+            None if each is None else (each / draw.temperature).contiguous() for each in gradients
+        )
+        if of_logprobs is None:
+            of_logprobs = torch.zeros_like(targets, dtype=torch.float32)
+        if of_divergence is None:
+            teacher = None
+        wanted = RowGradient(normalizer, targets, of_logprobs, other, of_entropy)
+        every = slice(0, len(hidden))
         kept, ctx.kept = ctx.kept, None
-        for chunk in ctx.chunks:
-            slope = None
-            if kept is None:
-                capped = layer.logits(hidden[chunk])
-                slope = None if layer.softcap is None else 1 - (capped / layer.softcap) ** 2  # of tanh
-                grad_logits = draw.scale(capped, chunk, layer).sub_(normalizer[chunk, None])
-            else:
-                grad_logits = kept
-            of_divergence = None
-            if grad_divergence is not None:
-                theirs = teacher.logits(chunk, draw).sub_(of_teacher[0, chunk, None])
-                of_divergence = teacher.divergence.slopes(theirs, grad_logits)
-                del theirs
-                of_divergence -= grad_logits.exp().mul_(of_teacher[1, chunk, None])
-                of_divergence *= grad_divergence[chunk, None]
-            # In place: `grad_logits` begins as log-probs, from which the slopes above were computed.
-            # d log q(y) / dz = [y] - q;  d H / dz = -q (log q + H)
-            if grad_entropy is None:
-                grad_logits.exp_().mul_(-grad_total[chunk, None])
-            else:
-                probabilities = grad_logits.exp()
-                grad_logits.add_(entropy[chunk, None]).mul_(-grad_entropy[chunk, None])
-                grad_logits.sub_(grad_total[chunk, None]).mul_(probabilities)
-            local, is_local = layer.local_targets(targets[chunk])
-            if layer.real_rows:
-                grad_logits.scatter_add_(1, local, grad_logprobs[chunk] * is_local)
-            if of_divergence is not None:
-                grad_logits += of_divergence
-            if slope is not None:
-                grad_logits *= slope
-            if layer.scale != 1:
-                grad_logits *= layer.scale
-            grad_logits = grad_logits.to(hidden.dtype)
-            torch.mm(grad_logits, weight[: layer.real_rows], out=grad_hidden[chunk])
-            if buffer is not None:
-                wgrad_gemm_accum_fp32(hidden[chunk], grad_logits, buffer[: layer.real_rows])
+        blocks = [slice(0, layer.real_rows)]
+        if kept is None:
+            blocks = layer.blocks(len(hidden), kind.copies_with_teacher if teacher else kind.copies)
+        # With several blocks a sum in float32; one block is a product.
+        grad_hidden = torch.zeros_like(hidden, dtype=torch.float32 if len(blocks) != 1 else hidden.dtype)
         grad_weight = None
-        if buffer is not None:  # float32 sums of all chunks
-            grad_weight = added_to_buffer(weight) if buffer is ctx.buffer else buffer.to(weight.dtype)
-        return grad_hidden, grad_weight, *[None] * 5
-
-
-def _pick(logits: Tensor, local: Tensor, is_local: Tensor) -> Tensor:
-    """Returns the logits of targets (n, c) that are in this shard, 0 for the others."""
-    if logits.shape[1] == 0:
-        return logits.new_zeros(local.shape)
-    return logits.gather(1, local) * is_local
+        if ctx.needs_input_grad[1] and ctx.buffer is None:
+            grad_weight = torch.empty_like(weight)
+            grad_weight[layer.real_rows :] = 0
+        for block in blocks:
+            part, rows = layer.part(block), kept
+            if rows is None:
+                rows = kind(part.products(hidden), part, draw, every, learns=True)
+                rows.normalize(normalizer)
+            if teacher is not None and of_divergence is not None:
+                theirs = teacher.part(block).rows(every, draw)
+                theirs.normalize(of_teacher)
+                of_kind = TeacherGradient(theirs, teacher.divergence, of_teacher, slopes, of_divergence)
+                wanted = replace(wanted, teacher=of_kind)
+                del theirs
+            grad_logits = rows.gradient(wanted, hidden.dtype)
+            del rows
+            if len(blocks) == 1:
+                torch.mm(grad_logits, part.weight, out=grad_hidden)
+            else:
+                wgrad_gemm_accum_fp32(part.weight, grad_logits.T, grad_hidden)
+            if grad_weight is not None:
+                torch.mm(grad_logits.T, hidden, out=grad_weight[block])
+            elif ctx.needs_input_grad[1]:
+                wgrad_gemm_accum_fp32(hidden, grad_logits, ctx.buffer[block])
+        if ctx.needs_input_grad[1] and grad_weight is None:
+            grad_weight = added_to_buffer(weight)
+        return grad_hidden.to(hidden.dtype), grad_weight, *[None] * 5
 
 
 @dataclass(frozen=True)

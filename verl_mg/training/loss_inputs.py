@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from verl_mg.algorithms.losses import Metrics
 from verl_mg.batch import COUNTED_BY, ColumnKind
 from verl_mg.device import copy_to
-from verl_mg.training.logprobs import TeacherDivergence
+from verl_mg.lazy_import import lazy_import
 from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH, TEACHER_HIDDEN, MicroBatch
 
-LossOutput = tuple[Tensor, Metrics]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from verl_mg.training.logprobs import TeacherDivergence
+else:
+    torch = lazy_import("torch")
+
+LossOutput: TypeAlias = "tuple[Tensor, Metrics]"
 """Result of a loss function: the loss of each scored token, (n,) with gradients, and metrics (n,) by name."""
 
 

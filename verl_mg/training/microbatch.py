@@ -22,15 +22,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Generic, Protocol, TypeVar
-
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from verl_mg.batch import SUPPORT_IDS, SUPPORT_SIZES, Batch, ColumnKind, entries_of
 from verl_mg.device import copy_to
 from verl_mg.layout import Stage
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 SHARED_WITH, SHARED_TOKENS = "shared_with", "shared_tokens"
 """Columns of rows that share their first tokens, see above."""
@@ -39,6 +43,7 @@ TEACHER, TEACHER_HIDDEN, TEACHER_TOP = "teacher", "teacher_hidden", "teacher_top
 """Columns of teachers: number of the row's teacher; its last hidden state (h,) of each token; log-probs and ids (2, k)
 of the tokens that it finds likeliest in the place of each."""
 SAMPLER_TOP = "sampler_top"  # token column like TEACHER_TOP, of the engine that sampled
+BITS = 32  # of a word of `Support.bits`
 EXCLUDED = -1e9
 """Logit of tokens that are no candidates: their probability is 0, and products with it are finite, unlike -inf."""
 
@@ -195,6 +200,20 @@ class Support:
         values.masked_fill_(self.limited[chunk, None], excluded)
         values[tokens, rows] = kept
         return values
+
+    def bits(self, chunk: slice, first_token: int, rows: int) -> Tensor:
+        """Returns the candidates of a chunk's tokens among some rows of the vocabulary, (tokens, words) int32.
+
+        Bit i of word j is row 32 j + i. Of a token without candidates all bits are set.
+        """
+        start, stop = self.ends[[chunk.start, chunk.stop]].tolist()
+        tokens, local = self.tokens[start:stop].long() - chunk.start, self.ids[start:stop].long() - first_token
+        words = max(1, -(-rows // BITS))
+        bits = torch.where(self.limited[chunk, None], 0, -1).int().repeat(1, words)
+        bit = torch.where((local >= 0) & (local < rows), 1 << (local % BITS), 0).int()
+        # A sum of different bits, in any order.
+        bits.view(-1).scatter_add_(0, tokens * words + (local // BITS).clamp(0, words - 1), bit)
+        return bits
 
 
 class SequenceDescription(Protocol):

@@ -19,7 +19,7 @@ of the heads:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -37,6 +37,8 @@ from verl_mg.choice import Choice
 from verl_mg.library import is_installed
 from verl_mg.training.flex_attention import attend_with_block_mask, block_mask
 
+Run = tuple[int, int, int]
+"""(number of sequences, queries of each, keys of each)"""
 BY_BLOCKS = "torch's FlexAttention"
 IN_HALF_PRECISION = "Write model.dtype=bfloat16 where float32 is not needed."
 
@@ -55,8 +57,8 @@ class Sequences:
     max_seqlen_kv: int  # keys of the sequence with the most
 
     @cached_property
-    def runs(self) -> list[tuple[int, int, int]]:
-        """(number of sequences, queries, keys) of neighbouring sequences with equally many queries and keys."""
+    def runs(self) -> list[Run]:
+        """Runs of neighbouring sequences with equally many queries and keys."""
         # Without a kernel for ragged sequences these are computed together, so that nothing is padded or copied.
         # Queries 4 4 2 with keys 4 4 4 are the runs (2, 4, 4), (1, 2, 4).
         sizes, counts = torch.stack([self.lengths, self.key_lengths]).unique_consecutive(return_counts=True, dim=1)
@@ -188,7 +190,10 @@ def _with_ragged_kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Se
     # Zeros beyond the width add nothing to the other elements of the result, and are cut off.
     if not takes_value_width(query.shape[2], width):
         value = F.pad(value, (0, query.shape[2] - width))
-    ends, longest = (sequences.cu_seqlens_q, sequences.cu_seqlens_kv), (sequences.max_seqlen_q, sequences.max_seqlen_kv)
+    ends, longest = (
+        (sequences.cu_seqlens_q, sequences.cu_seqlens_kv),
+        (sequences.max_seqlen_q, sequences.max_seqlen_kv),
+    )
     # With fewer queries than keys the kernel takes the queries for the last tokens of their sequence.
     context = varlen_attn(query, key, value, *ends, *longest, **options)
     assert isinstance(context, Tensor)
@@ -197,22 +202,89 @@ def _with_ragged_kernel(query: Tensor, key: Tensor, value: Tensor, sequences: Se
 
 def _run_by_run(query: Tensor, key: Tensor, value: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
     """Computes `attend` by matrices, over neighbouring sequences of one length together."""
-    sizes, key_sizes = ([run[0] * run[kind] for run in sequences.runs] for kind in (1, 2))
+    # GPU: its kernels for float32 are called through autograd.
+    # GPU-TEST: tests/megatron/test_fake_cuda.py::test_two_steps_in_float32_on_cuda_equal_transformers
+    # GPU-RAN: not yet
+    if query.device.type == "cpu" and scores.are_plain and query.shape[2] == value.shape[2]:
+        return _OnCpu.apply(query, key, value, sequences.runs, scores)
     outputs = []
-    parts = query.split(sizes), key.split(key_sizes), value.split(key_sizes)
-    for (count, length, keys), *heads in zip(sequences.runs, *parts, strict=True):
-        q, k, v = (part.unflatten(0, (count, -1)).transpose(1, 2) for part in heads)  # (count, heads, length, d)
-        bounded = scores.window is not None and scores.window < keys
-        if scores.are_plain and not bounded and length == keys:
+    for run, q, k, v in zip(sequences.runs, *_by_run(sequences.runs, query, key, value), strict=True):
+        visible = _visible(run, scores.window, query.device)
+        if scores.are_plain and visible is None:
             k, v = _with_heads_of(q, k, v)
             context = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scores.scale)
         else:
-            visible = torch.ones(length, keys, dtype=torch.bool, device=q.device).tril(keys - length)
-            if scores.window is not None:
-                visible = visible.triu(keys - length + 1 - scores.window)
-            context = attend_where(q, k, v, visible, scores)
-        outputs.append(context.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outputs)
+            context = attend_where(q, k, v, _causal(run, query.device) if visible is None else visible, scores)
+        outputs.append(context)
+    return _in_order(outputs)
+
+
+class _OnCpu(torch.autograd.Function):
+    """Plain attention by torch's kernel for CPUs: all runs are one step of autograd, and heads are not repeated."""
+
+    # Rows of a few hundred tokens take the kernel as long as autograd takes for the parts, copies and sums around it.
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Sequence[Run], scores: Scores) -> Tensor:
+        outputs, normalizers = [], []
+        for run, *heads in zip(runs, *_by_run(runs, query, key, value), strict=True):
+            context, normalizer = _flash(*heads, **_options(run, scores, query))
+            outputs.append(context)
+            normalizers.append(normalizer)
+        output = _in_order(outputs)
+        ctx.save_for_backward(query, key, value, output, *normalizers)
+        ctx.runs, ctx.scores = runs, scores
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, *normalizers = ctx.saved_tensors
+        parts = _by_run(ctx.runs, query, key, value, output, grad)
+        gradients = []
+        for run, q, k, v, context, g, normalizer in zip(ctx.runs, *parts, normalizers, strict=True):
+            options = _options(run, ctx.scores, query)
+            gradients.append(_flash_backward(g, q, k, v, context, normalizer, **options))
+        return *map(_in_order, zip(*gradients, strict=True)), None, None
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def _options(run: Run, scores: Scores, query: Tensor) -> dict[str, Any]:
+    visible = _visible(run, scores.window, query.device)
+    if visible is None:
+        return {"dropout_p": 0.0, "is_causal": True, "scale": scores.scale}
+    mask = query.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf)
+    return {"dropout_p": 0.0, "is_causal": False, "attn_mask": mask, "scale": scores.scale}
+
+
+def _by_run(
+    runs: Sequence[Run], query: Tensor, key: Tensor, value: Tensor, *of_queries: Tensor
+) -> Iterator[list[Tensor]]:
+    """Yields each argument divided into its parts (sequences, heads, tokens, d), one for each run."""
+    for part, column in ((query, 1), (key, 2), (value, 2), *((part, 1) for part in of_queries)):
+        parts = part.split([run[0] * run[column] for run in runs])
+        yield [tokens.unflatten(0, (run[0], -1)).transpose(1, 2) for tokens, run in zip(parts, runs, strict=True)]
+
+
+def _in_order(parts: Sequence[Tensor]) -> Tensor:
+    """Joins parts (sequences, heads, tokens, d) of the runs to (T, heads, d)."""
+    return torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts])
+
+
+def _visible(run: Run, window: int | None, place: torch.device) -> Tensor | None:
+    """Returns the keys that each query of a run sees, (queries, keys) bool; None: all up to its own."""
+    _, length, keys = run
+    if length == keys and (window is None or window >= keys):
+        return None
+    visible = _causal(run, place)
+    return visible if window is None else visible.triu(keys - length + 1 - window)
+
+
+def _causal(run: Run, place: torch.device) -> Tensor:
+    _, length, keys = run
+    return torch.ones(length, keys, dtype=torch.bool, device=place).tril(keys - length)
 
 
 IMPLEMENTATION = "FA3"

@@ -133,10 +133,10 @@ def write_weights(runner: Runner, writer: CheckpointWriter) -> None:
             if write.parameter != current:  # merging adapters takes time: once for each parameter
                 current, values = write.parameter, served[write.parameter].detach()
             writer.write(write.tensor, write.box, values[slices(write.parameter_box)])
-    node = device.ranks_of_a_node(dist.get_world_size())
+    plan_of_rows = plan(whole, rows, device.ranks_of_a_node(dist.get_world_size()))
     # Columns of a row from many ranks would be short runs in the file: they are moved into whole rows, chunk by chunk.
     for chunk in split_into_chunks(rows, rows.ranks, CHUNK_BYTES // runner.dtype.itemsize):
-        moves = schedule(plan(whole, chunk, node), rank, runner.dtype)
+        moves = schedule(plan_of_rows, rank, runner.dtype, tensors=chunk.tensors)
         held: Mapping[str, Tensor] = {name: served[name] for name in moves.source_shapes}
         staged = {
             name: torch.empty(shape, dtype=rows.tensors[name].wire_dtype(runner.dtype), device=device.current_device())

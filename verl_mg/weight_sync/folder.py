@@ -153,10 +153,13 @@ class FolderSync:
         for values, places, sent in chunks:
             for name in values.chunk.schedule.source_parameters:
                 values.wait_for(name)
-            for (parameter, box), of_box in places.items() if write else ():
-                code = sent.encode(parameter, box, values.tensors[parameter].detach()[slices(box)])
-                changes.append((code.cpu(), of_box))
-            values.keep(sent)  # also without a reader: the next changes are relative to this version
+            for (parameter, box), of_box in places.items():
+                held = values.tensors[parameter]
+                assert isinstance(held, Tensor), "a folder has weights that are not quantized"
+                if write:
+                    changes.append((sent.encode(parameter, box, held.detach()[slices(box)]).cpu(), of_box))
+                else:  # also without a reader: the next changes are relative to this version
+                    sent.keep(parameter, box, held.detach()[slices(box)])
         if changes:
             size = write_changes(unfinished / f"{dist.get_rank()}.safetensors", changes)
         dist.barrier()  # all files are written

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,6 @@ from verl_mg.engines.payloads import ALIGNMENT, Staging
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.errors import UserError
 from verl_mg.reshard import execute, plan, schedule, split_into_chunks
-from verl_mg.reshard.chunking import TensorChunk
 from verl_mg.reshard.encoding import Wire
 from verl_mg.sharding.boxes import Piece, Shard, intersect, slices, translate_box
 from verl_mg.sharding.shard_map import ShardMap
@@ -94,22 +92,20 @@ def take_back(
         return f"the engines do not have {missing[0]}"
     # Cut by the engines' parameters, which their ranks read whole.
     parts = split_into_chunks(engines, engines.ranks, max_bytes // runner.dtype.itemsize)
-    shards_of, node = cache(whole.shards), device.ranks_of_a_node(dist.get_world_size())
-    targets = [TensorChunk(whole, shards_of, whole.tensors.keys() & part.tensors.keys()) for part in parts]
     try:
-        moves = [schedule(plan(*pair, node), rank, runner.dtype) for pair in zip(parts, targets, strict=True)]
+        moves = plan(engines, whole, device.ranks_of_a_node(dist.get_world_size()))
     except UserError as error:  # a part of a tensor is missing; alike on all ranks, as plans are
         return str(error)
     shards = whole.shards(rank)
     kept = KeptWeights(shards, wire_dtypes(shards, whole.tensors, runner.dtype))
-    for part, messages in zip(parts, moves, strict=True):
+    for part in parts:
         held = part.shards(rank)
         staging = Staging(held, wire_dtypes(held, part.tensors, runner.dtype), where, min_bytes=ALIGNMENT)
         problem = _read(staging, group, engine, is_last=part is parts[-1]) if group else ""
         # Here too, so that none gives its memory back before an engine has opened it.
         if problem := next((text for text in all_gather_json(problem) if text), ""):
             return problem
-        execute(messages, staging.tensors, kept.tensors)
+        execute(schedule(moves, rank, runner.dtype, tensors=part.tensors), staging.tensors, kept.tensors)
     return kept
 
 

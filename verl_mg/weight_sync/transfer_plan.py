@@ -31,8 +31,9 @@ from verl_mg.models.tensor_index import TensorInfo
 from verl_mg.reshard import Schedule, Traffic, execute, plan, schedule, split_into_chunks
 from verl_mg.reshard.delta import Patch
 from verl_mg.reshard.delta_transfer import SentValues, transfer_changes
-from verl_mg.reshard.encode import EncodedMaps, EncodedPart, Encoder, encoded_maps
+from verl_mg.reshard.encode import EncodedMaps, Encoder, encoded_maps
 from verl_mg.reshard.encoding import Wire, encoding_of
+from verl_mg.reshard.execute import Sources
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.shard_map import JoinedShardMap, ShardMap
@@ -127,7 +128,7 @@ class ChunkValues:
     """A chunk, and the tensors from which this rank sends it."""
 
     chunk: Chunk
-    tensors: Mapping[str, Tensor]
+    tensors: Sources
     wait_for: Callable[[str], object] = lambda _: None
     """Waits for the values of a tensor by its name."""
 
@@ -141,7 +142,7 @@ class ChunkValues:
 
     def keep(self, sent: SentValues) -> None:
         """Copies the values, to find changes in the next transfer."""
-        sent.keep(self.chunk.schedule, self.tensors)
+        sent.keep_all(self.chunk.schedule, self.tensors)
 
 
 def plan_transfer(
@@ -164,20 +165,18 @@ def plan_transfer(
     rank = dist.get_rank()
     receivers = (rank,) if receivers is None else receivers
     node = ranks_per_node or device.ranks_of_a_node(dist.get_world_size())
-    chunks, lower_bounds = [], dict.fromkeys(receivers, 0)
+    moves, chunks = plan(maps.source if maps else source, target, node), []
     elements = (max_bytes or CHUNK_BYTES) // dtype.itemsize
     for part in split_into_chunks(target, sized_by or target.ranks, elements, keep_together):
-        encoded = EncodedPart(maps.source, part.tensors) if maps else None
-        moves = plan(encoded or source, part, node)
-        messages = schedule(moves, rank, dtype)
-        encoder = Encoder(encoded, messages, dtype) if encoded else None
-        received = {member: messages if member == rank else schedule(moves, member, dtype) for member in receivers}
+        made = {
+            member: schedule(moves, member, dtype, tensors=part.tensors) for member in dict.fromkeys([rank, *receivers])
+        }
+        encoder = Encoder(maps.source, part.tensors, made[rank], dtype) if maps else None
         shards = part.shards(rank)
         dtypes = wire_dtypes(shards, part.tensors, dtype)
-        chunks.append(Chunk(part.tensors, messages, encoder, shards, dtypes, received))
-        for member in receivers:
-            lower_bounds[member] += moves.lower_bound(member, dtype.itemsize)
-    return TransferPlan(target, chunks, lower_bounds)
+        received = {member: made[member] for member in receivers}
+        chunks.append(Chunk(part.tensors, made[rank], encoder, shards, dtypes, received))
+    return TransferPlan(target, chunks, {member: moves.lower_bound(member, dtype.itemsize) for member in receivers})
 
 
 def plan_to_engines(

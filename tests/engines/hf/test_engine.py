@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.helpers.engines import all_of
 from tests.helpers.tiny_models import CHARACTERS, SPARSE, tiny_model
 from verl_mg.checkpoint.hf_safetensors import CheckpointReader, load_shards
 from verl_mg.checkpoint.model_directory import ModelDirectory
@@ -72,6 +73,14 @@ def requests(prompts: int = 5, group: int = 3) -> list[Request]:
     return [Request(id=100 + i, prompt=texts[i // group], seed=i) for i in range(prompts * group)]
 
 
+def shapes_of_calls(engine: HFEngine) -> list[tuple[int, int]]:
+    """Rows and tokens of each call of the module from now on, before its operators are recorded."""
+    shapes: list[tuple[int, int]] = []
+    embedding = engine.module.get_input_embeddings()
+    embedding.register_forward_hook(lambda _, args, __: shapes.append(tuple(args[0].shape)))
+    return shapes
+
+
 def by_id(samples: list[Sample]) -> dict[int, tuple[int, ...]]:
     return {sample.id: sample.tokens for sample in samples}
 
@@ -120,7 +129,9 @@ def test_collect_requests_with_other_token_limits_share_a_batch(qwen3):
     alone = [engine_of(qwen3).generate([request], limit)[0] for request, limit in zip(requested, limits, strict=True)]
     for request, limit in zip(requested, limits, strict=True):
         engine.submit([request], limit)
-    together = {sample.id: sample for sample in engine.collect(0.0)}
+    shapes = shapes_of_calls(engine)
+    together = {sample.id: sample for sample in all_of(engine, len(requested))}
+    assert max(rows for rows, _ in shapes) == len(requested)
     assert [together[sample.id].tokens for sample in alone] == [sample.tokens for sample in alone]
     assert [together[sample.id].finish for sample in alone] == [sample.finish for sample in alone]
     assert {len(sample.tokens) for sample in alone} > {3, 5}
@@ -128,9 +139,7 @@ def test_collect_requests_with_other_token_limits_share_a_batch(qwen3):
 
 def test_generate_equal_prompts_share_a_prefill(qwen3):
     engine = engine_of(qwen3)
-    shapes: list[tuple[int, int]] = []
-    embedding = engine.module.get_input_embeddings()
-    embedding.register_forward_hook(lambda _, args, __: shapes.append(tuple(args[0].shape)))
+    shapes = shapes_of_calls(engine)
     sampling = Sampling(max_new_tokens=30, stop_token_ids=tuple(range(20)))
     engine.generate(requests(prompts=5, group=8), sampling)
     rows = [shape[0] for shape in shapes]

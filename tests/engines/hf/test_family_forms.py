@@ -13,7 +13,8 @@ from tests.helpers.tiny_models import nightly, noise_image, tiny_model
 from tools.docs.family_checks import make_model
 from verl_mg.engines.engine import Request, Sampling
 from verl_mg.engines.hf import decoding, family_forms
-from verl_mg.engines.hf.decoding import TextEnd, decode, draw_tokens
+from verl_mg.engines.hf.decoding import decode
+from verl_mg.engines.hf.drawing import Row, TextEnd, draw_tokens
 from verl_mg.engines.hf.engine import HFEngine
 from verl_mg.engines.hf.family_forms import Form, family_form, generate
 from verl_mg.errors import UserError
@@ -71,12 +72,17 @@ def test_generate_in_another_form_draws_the_tokens_of_padded_rows(form, tmp_path
     sampling = Sampling(max_new_tokens=12, top_k=20, stop_token_ids=(3, 20, 21), **reports)
 
     def drawn(decoded, *forms):
-        end = TextEnd(["12"], lambda tokens: "".join(map(str, tokens)), [()] * 4)
+        rows = [
+            Row(prompt, numbers[:limit], text_end=TextEnd(["12"], lambda tokens: "".join(map(str, tokens)), ()))
+            for prompt, numbers, limit in zip(prompts, uniforms, limits, strict=True)
+        ]
         with torch.inference_mode():
-            return decoded(module, *forms, prompts, uniforms, limits, sampling, lambda: False, text_end=end), end.ended
+            decoded(module, *forms, rows, sampling)
+        return rows
 
-    (expected, ended), (found, also_ended) = drawn(decode), drawn(generate, form)
-    assert [result.tokens for result in found] == [result.tokens for result in expected] and ended == also_ended
+    expected, found = drawn(decode), drawn(generate, form)
+    assert [(row.tokens, row.finish) for row in found] == [(row.tokens, row.finish) for row in expected]
+    assert {row.finish for row in found} == {"stop", "length"}
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
         assert ours.support.sizes.tolist() == [20] * len(ours.tokens) and len(ours.top) == len(ours.tokens)
@@ -86,9 +92,9 @@ def test_generate_in_another_form_draws_the_tokens_of_padded_rows(form, tmp_path
 
 def test_abort_of_a_form_of_the_family_returns_the_tokens_so_far(tmp_path):
     module = HFEngine(tiny_model(tmp_path, "qwen3"), "cpu", torch.float32).module
-    aborts = iter([False, False, True])
-    results = generate(module, EQUAL, [(5, 6)], torch.rand(1, 9), [9], Sampling(max_new_tokens=9), lambda: next(aborts))
-    assert [len(result.tokens) for result in results] == [3]
+    aborts, row = iter([False, False, True]), Row((5, 6), torch.rand(9))
+    generate(module, EQUAL, [row], Sampling(max_new_tokens=9), lambda: next(aborts))
+    assert len(row.tokens) == 3 and row.finish is None
 
 
 def test_family_that_decodes_otherwise_than_it_computes_is_refused_for_training(monkeypatch):

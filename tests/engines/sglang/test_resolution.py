@@ -93,7 +93,7 @@ def test_products_in_mxfp8_read_weights_in_the_order_in_which_they_are_written(s
     assert in_order == {*MXFP8_IN_ORDER} - {"auto"}
     assert not sglang_says["mxfp8"]["flashinfer_trtllm"]["weight"]
     encoding = encoding_of("mxfp8")
-    dtypes = {"weight": str(encoding.dtype), "weight" + encoding.scale_suffix: str(encoding.scale_dtype)}
+    dtypes = {"weight": f"torch.{encoding.dtype}", f"weight{encoding.scale_suffix}": f"torch.{encoding.scale_dtype}"}
     assert sglang_says["mxfp8_dtypes"] == dtypes
 
 

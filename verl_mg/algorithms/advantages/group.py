@@ -13,14 +13,21 @@ score and get the same advantage. All rows of a group must be here; a group of o
 (n,) float in any unit, sums are float64, and results have the dtype of the scores.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from verl_mg.algorithms.aggregation import segment_sums
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 EPSILON = 1e-6  # avoids a division by 0 where the scores of a group are equal
 

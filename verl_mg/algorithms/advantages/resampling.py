@@ -13,13 +13,20 @@ The first two are ranks within a prompt, whose weights add up to 1; p = 1 is the
 "pow", ignore prompts, as in verl.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
 
-import torch
-from torch import Generator, Tensor
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from verl_mg.algorithms.aggregation import segment_sums
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 MIN_WEIGHT = 1e-8  # a batch of zero weights is drawn from uniformly
 
@@ -81,17 +88,18 @@ def _by_rank(scores: Tensor, groups: Tensor, kind: str, best: float) -> Tensor:
     return torch.empty_like(shared).index_copy_(0, order, shared)
 
 
-def select(weights: Tensor, count: int, generator: Generator) -> Tensor:
+def select(weights: Tensor, count: int, seed: int) -> Tensor:
     """Returns (count,) int64 row indices drawn with replacement, sorted, so that copies of a row are adjacent.
 
     Args:
         weights: (n,) `resampling_weights`.
         count: how many to draw, 0 or more.
-        generator: on the device of `weights`.
+        seed: of the draw.
     """
     if count < 0 or (count and not len(weights)):
         raise UserError(f"{count} responses cannot be drawn from {len(weights)}. Sample at least one response")
     if not count:
         return torch.empty(0, dtype=torch.int64, device=weights.device)
+    generator = torch.Generator(weights.device).manual_seed(seed)
     # One draw over all prompts: a prompt has its number of draws on average, as in the paper's table 4.
     return torch.multinomial(weights, count, replacement=True, generator=generator).sort().values

@@ -1,10 +1,18 @@
 """Advantages and returns of tokens from their rewards or log-probs, over the tokens that the policy wrote."""
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from verl_mg.algorithms.advantages.group import rloo
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 EPSILON = 1e-8  # avoids a division by 0 where all values are equal
 
@@ -35,7 +43,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float 
         gamma, lam: discount, and decay of the advantage, between masked tokens, from 0 to 1; `lam` also (n,).
     """
     _check_fraction("gamma", gamma)
-    if not isinstance(lam, Tensor):
+    if not isinstance(lam, torch.Tensor):
         _check_fraction("lam", lam)
     # The loop runs over the longest answer instead of the longest trajectory, which is mostly context.
     counts = mask.sum(1)

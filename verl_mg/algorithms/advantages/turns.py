@@ -11,13 +11,18 @@ for each turn, line after line. All samples of a group must be here. Two samples
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from verl_mg.algorithms.advantages.group import group_relative
 from verl_mg.algorithms.advantages.tokens import discounted_returns
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 
 @dataclass(frozen=True)

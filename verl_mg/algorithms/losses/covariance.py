@@ -13,12 +13,20 @@ tokens of the update, so they are selected before it, on the batch of a recipe, 
 Then no split, order or packing of the rows changes the choice.
 """
 
-import torch
-from torch import Tensor
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from verl_mg.algorithms import kl
 from verl_mg.algorithms.losses.policy import Metrics, clipped_policy_loss, masked, masked_constant
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 
 def covariances(

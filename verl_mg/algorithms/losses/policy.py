@@ -17,15 +17,22 @@ clip removes the gradient at that end) and `approx_kl` (k3 estimate of KL(old ||
     r = 1.5, A = -1    loss 1.5, with gradient: the surrogate is the larger loss
 """
 
-from collections.abc import Callable
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 from verl_mg.algorithms import kl
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
 
-Metrics = dict[str, Tensor]
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
+
+Metrics: TypeAlias = "dict[str, Tensor]"
 
 
 def masked(mask: Tensor, values: Tensor) -> Tensor:

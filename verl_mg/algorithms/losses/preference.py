@@ -6,12 +6,20 @@ all log-probs of it: aggregated by "seq-mean-token-mean", value and gradient are
 Every scored token carries the metrics too: aggregate them likewise, a mean over tokens favours long pairs.
 """
 
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from verl_mg.algorithms.aggregation import segment_totals, sequence_sums
 from verl_mg.algorithms.losses.policy import Metrics, check_positive, masked, masked_constant
 from verl_mg.errors import UserError
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import functional
+else:
+    functional = lazy_import("torch.nn.functional")
 
 DPO_KINDS = ("sigmoid", "hinge", "ipo")
 
@@ -58,7 +66,7 @@ def dpo_loss(
     better, worse = (sequence_sums(masked(side, difference), pair) for side in (chosen, ~chosen))
     margin = beta * (better - worse)
     if kind == "sigmoid":
-        loss = -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+        loss = -(1 - label_smoothing) * functional.logsigmoid(margin) - label_smoothing * functional.logsigmoid(-margin)
     elif kind == "hinge":
         loss = (1 - margin).clamp(min=0)
     else:
@@ -79,7 +87,7 @@ def bradley_terry_loss(scores: Tensor, mask: Tensor, pair: Tensor, chosen: Tenso
     _check_pairs(mask, pair, chosen)
     scores = masked(mask, scores)
     better, worse = (sequence_sums(masked(side, scores), pair) for side in (chosen, ~chosen))
-    return masked(mask, -logsigmoid(better - worse)), _pair_metrics(mask, better, worse)
+    return masked(mask, -functional.logsigmoid(better - worse)), _pair_metrics(mask, better, worse)
 
 
 def prime_loss(
@@ -101,7 +109,7 @@ def prime_loss(
     labels = masked_constant(mask, labels)
     difference = masked(mask, logprobs) - masked_constant(mask, ref_logprobs)
     reward = beta * sequence_sums(difference, sequence_ids)
-    loss = -labels * logsigmoid(reward) - (1 - labels) * logsigmoid(-reward)
+    loss = -labels * functional.logsigmoid(reward) - (1 - labels) * functional.logsigmoid(-reward)
     seen = reward.detach()
     right = (seen > 0) == (labels > 0.5)
     return masked(mask, loss), {"accuracy": (mask & right).to(seen.dtype), "implicit_reward": masked(mask, seen)}

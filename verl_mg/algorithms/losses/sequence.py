@@ -5,14 +5,21 @@ and A its advantage. Columns and metrics are as in `losses.policy`, with `sequen
 of one sequence, all of which are in the micro-batch. Log-ratios [0.2, 0.4] of one sequence: s = exp(0.3) = 1.35.
 """
 
-import math
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+from typing import TYPE_CHECKING
 
 from verl_mg.algorithms import kl
 from verl_mg.algorithms.aggregation import sequence_means
 from verl_mg.algorithms.losses.policy import Metrics, check_clips, clip_metrics, masked, masked_constant, ratio_metrics
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 
 def gspo_loss(

@@ -1,11 +1,18 @@
 """Losses with given targets: tokens to imitate, and the returns that the critic predicts."""
 
-from collections.abc import Mapping
+from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from verl_mg.algorithms.losses.policy import Metrics, check_positive, masked, masked_constant
+from verl_mg.lazy_import import lazy_import
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+else:
+    torch = lazy_import("torch")
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor) -> tuple[Tensor, Metrics]:

@@ -1,366 +1,311 @@
-"""The decoding loop over a `transformers` module: one batch of prompts, from prefill to the last token.
+"""Continuous decoding over a `transformers` module: rows that have ended are replaced by others.
 
-    _prefill (each distinct prompt once) --> logits --> draw_tokens --> rows end: stop token, limit, stop string
-                                               ^                          |  a quarter of the batch has ended: these
-                                               +------- _forward <--------+  rows leave the batch and the cache
+Rows of similar length form a deck with a cache, in which they are aligned at the right. In a deck all rows get a token
+in each step; the decks take turns, the one with most rows first:
 
-The key-value cache grows in place (`PreallocatedLayer`). The loop ends with the last row, or by an abort after a token.
+    new rows ──prefill (each distinct prompt once)──▶ deck of up to 64 columns ─▶ of up to 256 ─▶ 1,024 ─▶ ...
+                                                        each step: the module for one token of each row, draw_tokens
+                                                        rows end: stop token, limit, stop string
+    a quarter of a deck has ended, or is longer than its columns: `run` returns what has ended; with the next call rows
+    that continue are copied into the cache of their deck, together with new ones
+
+So attention costs what rows are long, not what the longest one is. A cache with more than keys, values and states of
+linear attention is not divided: its rows run to their end before others begin. `run` ends early by an abort.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines.engine import Sampling
-from verl_mg.engines.sampled_support import SampledSupport, likeliest
-from verl_mg.engines.stop_strings import Decode, num_tokens_to_stop
+from verl_mg.engines.hf.drawing import Row, add_draws, draw_tokens
+from verl_mg.engines.hf.token_step import ColumnLayer, TokenStep, forward
 from verl_mg.images import RowImages
 
-# Rows leave the batch once this share of it is done: removing a row copies the cache of all others.
-SHARE_DONE_BEFORE_COMPACTION = 0.25
+# Rows leave a deck once this share of it has ended: leaving it copies the cache of all others, joining it is a prefill.
+# With responses of 26 tokens an eighth and a half take more steps and prefills together, with 200 an eighth 5 % fewer.
+SHARE_LEAVING = 0.25
+COLUMNS, GROWTH = 64, 4  # columns of the first deck; each further one has as many times more
 
 
-class Draws(NamedTuple):
-    """Tokens that were drawn for n rows, one each, and what is reported of them."""
+@dataclass(frozen=True)
+class _Part:
+    """Rows that go from a deck into another one."""
 
-    tokens: Tensor  # (n,) int64
-    logprobs: Tensor  # (n,) float32
-    candidates: Tensor | None = None  # (n, vocabulary) bool; None where they are not reported
-    top: Tensor | None = None  # likeliest tokens, (n, 2, k) float32; None where they are not reported
+    source: _Deck
+    index: list[int]  # their numbers in the source, which may repeat
+    rows: list[Row]
 
-
-class Completion(NamedTuple):
-    """New tokens of a row, with the fields of a `Sample`."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    support: SampledSupport | None = None
-    top: Tensor | None = None
-
-
-class Reports:
-    """Candidates and likeliest tokens of the draws of n rows, which are in the batch for different numbers of steps."""
-
-    def __init__(self, rows: int) -> None:
-        self._ids: list[list[Tensor]] = [[] for _ in range(rows)]
-        self._tops: list[list[Tensor]] = [[] for _ in range(rows)]
-
-    def add(self, index: Tensor, draws: Draws) -> None:
-        """Adds one draw for each of the r rows `index`."""
-        if draws.candidates is not None:
-            ids = draws.candidates.nonzero()[:, 1].to("cpu", torch.int32)
-            for row, of_row in zip(index.tolist(), ids.split(draws.candidates.sum(1).tolist()), strict=True):
-                self._ids[row].append(of_row)
-        if draws.top is not None:
-            for row, top in zip(index.tolist(), draws.top.cpu(), strict=True):
-                self._tops[row].append(top)
-
-    def completion(self, row: int, tokens: list[int], logprobs: list[float]) -> Completion:
-        """Returns the tokens of a row up to its end with what is reported of them."""
-        ids, tops, support = self._ids[row][: len(tokens)], self._tops[row][: len(tokens)], None
-        if ids:
-            support = SampledSupport(
-                torch.tensor([len(of_token) for of_token in ids], dtype=torch.int32), torch.cat(ids)
-            )
-        return Completion(tokens, logprobs, support, torch.stack(tops) if tops else None)
-
-
-class TextEnd:
-    """Watches the text of rows for stop strings, which may begin in `turns`, tokens of each row's partial sample."""
-
-    def __init__(self, stop: Sequence[str], decode: Decode, turns: Sequence[tuple[int, ...]]) -> None:
-        self._stop, self._decode, self._tokens = stop, decode, [list(turn) for turn in turns]
-        self.ended: set[int] = set()  # numbers of the rows that have ended with a stop string
-        # A token has a byte at least, and the first of those that are decoded may be part of a character.
-        self._window = max(len(string.encode()) for string in stop) + 4
-
-    def reached(self, index: torch.Tensor, tokens: torch.Tensor, running: torch.Tensor) -> torch.Tensor:
-        """Adds a token to each of the r rows `index`, and returns which have a stop string now, (r,) bool."""
-        drawn = zip(index.tolist(), tokens.tolist(), running.tolist(), strict=True)
-        self.ended |= {row for row, token, active in drawn if active and self._ends(row, token)}
-        return torch.tensor([row in self.ended for row in index.tolist()], device=tokens.device)
-
-    def _ends(self, row: int, token: int) -> bool:
-        written = self._tokens[row]
-        written.append(token)
-        # The window is a cheap test for each token; the whole text decides, as everywhere.
-        text = self._decode(written[-self._window :])
-        return any(string in text for string in self._stop) and bool(
-            num_tokens_to_stop(written, self._stop, self._decode)
-        )
+    @property
+    def lengths(self) -> list[int]:
+        """Returns how many columns each row needs."""
+        return [self.source.length - self.source.starts[i] for i in self.index]
 
 
 @dataclass
-class _Rows:
-    """State of the r rows that are still in the batch."""
+class _Deck:
+    """Rows that are continued together; row i is in the columns from `starts[i]` on. Its last token has none yet."""
 
-    index: torch.Tensor  # (r,) number of the prompt
-    position: torch.Tensor  # (r,) position of the next token
-    attend: torch.Tensor  # (r, prompt width + T) bool, false on left padding
-    running: torch.Tensor  # (r,) bool, false once a stop token was drawn or the row has as many tokens as it may have
-    limit: torch.Tensor  # (r,) largest number of tokens
+    rows: list[Row]
+    layers: list[Any]  # of the cache
+    tokens: Tensor  # (r, 1) last tokens
+    positions: Tensor  # (r, 1) their positions
+    starts: list[int]
+    columns: int  # that were in use when the deck was formed
+    uniforms: Tensor  # (r, steps) draw the next tokens
+    attend: Tensor  # (r, columns + steps) bool, false before a row
+    step: int = 0  # steps since the deck was formed
+    num_ended: int = 0
 
-    def select(self, keep: torch.Tensor) -> None:
-        self.index, self.position = self.index[keep], self.position[keep]
-        self.attend, self.running, self.limit = self.attend[keep], self.running[keep], self.limit[keep]
+    def __post_init__(self) -> None:
+        self.sorted_starts = sorted(self.starts)
+
+    @property
+    def length(self) -> int:
+        """Returns the number of columns that are in use."""
+        return self.columns + self.step
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether there are no more spare columns."""
+        return self.step == self.uniforms.shape[1]
+
+    def is_left_by_many(self, bound: float) -> bool:
+        """Returns whether so many rows have ended, or are longer than a bound, that the others are copied."""
+        # Some may be both.
+        leaving = self.num_ended + bisect_left(self.sorted_starts, self.length - bound)
+        return leaving >= SHARE_LEAVING * len(self.rows)
+
+
+class Decoder:
+    """Continues rows of one module, of which some may begin while others continue."""
+
+    def __init__(self, step: TokenStep, vision: VisionPrefill | None = None) -> None:
+        self._module, self._step, self._vision = step.module, step, vision
+        self._decks: dict[int, _Deck] = {}  # by level, the shortest rows first
+        # The last prompt of a prefill, of which further samples may begin: its key, logits and cache.
+        self._last: tuple[object, Tensor, _Deck] | None = None
+
+    @property
+    def takes_rows(self) -> bool:
+        """Returns whether new rows can begin."""
+        return all(_is_divisible(deck.layers) for deck in self._decks.values())
+
+    def clear(self) -> None:
+        """Forgets all rows, and the keys and values of prompts."""
+        self._decks, self._last = {}, None
+
+    def run(self, new: Sequence[Row], sampling: Sampling, aborted: Callable[[], bool]) -> None:
+        """Begins rows, and continues all until some have ended; `aborted` is called after every token.
+
+        All tokens are drawn by `sampling`, whose limit is not used.
+        """
+        self._step.renew()
+        stops = frozenset(sampling.stop_token_ids)
+        self._regroup(self._prefill(new, sampling, stops) if new else [])
+        # Consumes numbers of the rows; ends when many of a deck have ended, or by an abort.
+        while self._decks and not aborted():
+            level, deck = max(self._decks.items(), key=lambda item: (len(item[1].rows), -item[0]))
+            is_divided = len(self._decks) > 1
+            bound = COLUMNS * GROWTH**level if is_divided else math.inf
+            while not (deck.is_full or deck.is_left_by_many(bound)):
+                self._advance(deck, sampling, stops)
+                if aborted():
+                    return
+            if deck.num_ended:
+                return
+            self._regroup([])
+
+    def _advance(self, deck: _Deck, sampling: Sampling, stops: frozenset[int]) -> None:
+        """Gives each row of a deck its next token."""
+        attend = deck.attend[:, : deck.length + 1]
+        logits = self._step(deck.layers, deck.tokens, deck.positions, attend, deck.length)
+        draws = draw_tokens(logits, deck.uniforms[:, deck.step], sampling)
+        deck.tokens, deck.positions, deck.step = (draws.tokens[:, None], deck.positions + 1, deck.step + 1)
+        deck.num_ended += add_draws(deck.rows, draws, stops)
+
+    def _prefill(self, new: Sequence[Row], sampling: Sampling, stops: frozenset[int]) -> list[_Part]:
+        """Runs every distinct prompt once, left-padded, and draws the first token of each row."""
+        # The samples of a group have the same prompt, of which some may have begun before.
+        known, groups = [], defaultdict(list)
+        for row in new:
+            key = (row.context, row.images)
+            if self._last and key == self._last[0]:
+                known.append(row)
+            else:
+                groups[key].append(row)
+        parts, logits = [], []
+        if known and self._last:
+            parts.append(_Part(self._last[2], [0] * len(known), known))
+            logits.append(self._last[1].expand(len(known), -1))
+        if groups:
+            of_prompts, deck = self._prompts([rows[0] for rows in groups.values()])
+            index = [number for number, rows in enumerate(groups.values()) for _ in rows]
+            parts.append(_Part(deck, index, [row for rows in groups.values() for row in rows]))
+            logits.append(of_prompts[index])
+            last = len(groups) - 1
+            self._last = None
+            if _is_divisible(deck.layers):
+                self._last = ([*groups][-1], of_prompts[last:], _formed([_Part(deck, [last], [])]))
+        rows = [row for part in parts for row in part.rows]
+        uniforms = torch.stack([row.uniforms[0] for row in rows]).to(self._module.device)
+        add_draws(rows, draw_tokens(torch.cat(logits), uniforms, sampling), stops)
+        return parts
+
+    def _prompts(self, rows: Sequence[Row]) -> tuple[Tensor, _Deck]:
+        """Returns the logits after the contexts of rows, (r, V), and a deck with their cache."""
+        contexts, device = [row.context for row in rows], self._module.device
+        width = max(map(len, contexts))
+        starts = [width - len(context) for context in contexts]
+        ids = torch.tensor([[0] * start + list(context) for start, context in zip(starts, contexts, strict=True)])
+        columns = torch.arange(width) - torch.tensor(starts)[:, None]
+        ids, attend, positions = ids.to(device), (columns >= 0).to(device), columns.clamp(min=0).to(device)
+        next_positions = torch.tensor([[len(context)] for context in contexts], device=device)
+        inputs: dict[str, Tensor] = {}
+        if self._vision and any(row.images for row in rows):
+            images = [row.images for row in rows]
+            positions, following, inputs = self._vision.inputs(ids, attend, positions, images)
+            next_positions = following[:, None]
+        cache = DynamicCache(config=self._module.config)
+        if _is_divisible(cache.layers):
+            cache.layers = [_with_columns(layer) for layer in cache.layers]
+        logits = forward(self._module, cache, ids, attend, positions, **inputs)
+        return logits, _Deck([], cache.layers, ids[:, -1:], next_positions, starts, width, ids[:, :0], attend)
+
+    def _regroup(self, parts: list[_Part]) -> None:
+        """Forms the decks of all rows that have not ended, `parts` of them new ones."""
+        parts = [_Part(deck, [*range(len(deck.rows))], deck.rows) for deck in self._decks.values()] + parts
+        parts = [part for part in map(_going_on, parts) if part.rows]
+        # Without others that would wait for its longest row, a deck is not divided.
+        is_divided = len(parts) > 1
+        levels: dict[int, list[_Part]] = defaultdict(list)
+        for part in parts:
+            by_level: dict[int, _Part] = defaultdict(lambda source=part.source: _Part(source, [], []))  # type: ignore[misc]
+            for row, number, length in zip(part.rows, part.index, part.lengths, strict=True):
+                chosen = by_level[_level(length) if is_divided else 0]
+                chosen.index.append(number)
+                chosen.rows.append(row)
+            for level, chosen in by_level.items():
+                levels[level].append(chosen)
+        self._decks = {level: _formed(of_level) for level, of_level in sorted(levels.items())}
 
 
 def decode(
-    module: PreTrainedModel,
-    prompts: Sequence[tuple[int, ...]],
-    uniforms: torch.Tensor,
-    limits: Sequence[int],
-    sampling: Sampling,
-    aborted: Callable[[], bool],
-    images: Sequence[RowImages] = (),
-    vision: VisionPrefill | None = None,
-    text_end: TextEnd | None = None,
-) -> list[Completion]:
-    """Continues n prompts, each by up to its limit of tokens, of which T is the largest.
-
-    `uniforms` (n, T) are in [0, 1): entry t of a row draws its t-th token. `aborted` is called after every token. The
-    limit in `sampling` is not used. Without `images` no prompt has any; they need `vision`.
-    """
-    device = module.device
-    steps = max(limits)
-    stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
-    uniforms = uniforms.to(device)
-    drawn = torch.zeros(len(prompts), steps, dtype=torch.int64, device=device)
-    scores = torch.zeros(len(prompts), steps, device=device)
-    lengths = torch.zeros(len(prompts), dtype=torch.int64, device=device)
-    reports = Reports(len(prompts))
-    cache = DynamicCache(config=module.config)
-    # Layers that keep a window or a state instead of all columns are unchanged.
-    cache.layers = [PreallocatedLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    logits, rows = _prefill(module, cache, prompts, limits, images or [()] * len(prompts), vision)
-    width = rows.attend.shape[1] - steps
-
-    for step in range(steps):
-        draws = draw_tokens(logits, uniforms[rows.index, step], sampling)
-        tokens = draws.tokens
-        drawn[rows.index, step], scores[rows.index, step] = tokens, draws.logprobs
-        reports.add(rows.index, draws)
-        lengths[rows.index] += rows.running
-        rows.running &= ~torch.isin(tokens, stops) & (rows.limit > step + 1)
-        if text_end:
-            rows.running &= ~text_end.reached(rows.index, tokens, rows.running)
-
-        running = int(rows.running.sum())  # waits for the device, once for each token
-        if running == 0 or step + 1 == steps or aborted():
-            break
-        # Rows that have ended stay in the batch until then; what they draw is after their length.
-        if running <= (1 - SHARE_DONE_BEFORE_COMPACTION) * len(tokens):
-            keep = rows.running.nonzero().squeeze(1)
-            rows.select(keep)
-            select_rows(cache, keep)
-            tokens = tokens[keep]
-
-        attend = rows.attend[:, : width + step + 1]
-        logits = _forward(module, cache, tokens[:, None], attend, rows.position[:, None])
-        rows.position += 1
-    ends = zip(drawn.tolist(), scores.tolist(), lengths.tolist(), strict=True)
-    return [
-        reports.completion(row, tokens_of_row[:length], of_row[:length])
-        for row, (tokens_of_row, of_row, length) in enumerate(ends)
-    ]
+    module: PreTrainedModel, rows: Sequence[Row], sampling: Sampling, aborted: Callable[[], bool] = lambda: False
+) -> None:
+    """Continues rows to their end, or until `aborted`, which is called after every token."""
+    decoder = Decoder(TokenStep(module))
+    decoder.run(rows, sampling, aborted)
+    while not (aborted() or all(row.finish for row in rows)):
+        decoder.run([], sampling, aborted)
 
 
-def _prefill(
-    module: PreTrainedModel,
-    cache: DynamicCache,
-    prompts: Sequence[tuple[int, ...]],
-    limits: Sequence[int],
-    images: Sequence[RowImages],
-    vision: VisionPrefill | None,
-) -> tuple[torch.Tensor, _Rows]:
-    """Runs every distinct prompt once, left-padded, and copies its cache row to all rows with this prompt and images.
+def _level(length: int) -> int:
+    """Returns the number of the deck for rows of a length."""
+    return next(level for level in count() if length <= COLUMNS * GROWTH**level)
 
-    Returns the logits of the next token, (n, V), and the n rows.
-    """
-    steps = max(limits)
-    keys = list(zip(prompts, images, strict=True))
-    # The samples of a group have the same prompt.
-    row_of = {key: row for row, key in enumerate(dict.fromkeys(keys))}
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt, _ in row_of])
-    lengths = torch.tensor([len(prompt) for prompt, _ in row_of])
-    attend = torch.arange(width + steps) >= width - lengths[:, None]
-    positions = (torch.arange(width) - (width - lengths[:, None])).clamp(min=0)
 
-    device = module.device
-    ids, lengths, attend, positions = (each.to(device) for each in (ids, lengths, attend, positions))
-    inputs: dict[str, torch.Tensor] = {}
-    if vision and any(images):
-        of_prompts = [of_prompt for _, of_prompt in row_of]
-        positions, lengths, inputs = vision.inputs(ids, attend[:, :width], positions, of_prompts)
-    logits = _forward(module, cache, ids, attend[:, :width], positions, **inputs)
-    if len(row_of) < len(prompts):
-        shared = torch.tensor([row_of[key] for key in keys], device=device)
-        select_rows(cache, shared)
-        logits, lengths, attend = logits[shared], lengths[shared], attend[shared]
-    return logits, _Rows(
-        index=torch.arange(len(prompts), device=device),
-        position=lengths,
-        attend=attend,
-        running=torch.ones(len(prompts), dtype=torch.bool, device=device),
-        limit=torch.tensor(limits, device=device),
+def _going_on(part: _Part) -> _Part:
+    """Returns a part without the rows that have ended."""
+    going = [(i, row) for i, row in zip(part.index, part.rows, strict=True) if not row.finish]
+    return _Part(part.source, [i for i, _ in going], [row for _, row in going])
+
+
+# -- forming decks
+
+
+def _formed(parts: Sequence[_Part]) -> _Deck:
+    """Returns a deck of the rows of parts, without columns that no row needs, but with spare ones."""
+    first, rows, lengths = (
+        parts[0].source,
+        [r for part in parts for r in part.rows],
+        [n for p in parts for n in p.lengths],
     )
+    if rows and len(parts) == 1 and rows == first.rows and not first.is_full:
+        return first
+    is_divisible = _is_divisible(first.layers)
+    columns = max(lengths) if is_divisible else first.length
+    # By half of what is needed, so few tokens copy the cache.
+    steps = max(1, min(max((row.num_left for row in rows), default=0), columns // 2 + 32))
+    device = first.tokens.device
+    index = [torch.tensor(part.index, device=device) for part in parts]
+    layers = []
+    for number in range(len(first.layers)):
+        of_parts = [part.source.layers[number] for part in parts]
+        if not is_divisible:
+            of_parts[0].reorder_cache(index[0])
+            layers.append(of_parts[0])
+        elif isinstance(of_parts[0], ColumnLayer):
+            states = [
+                _joined([getattr(layer, name) for layer in of_parts], parts, index, columns, steps)
+                for name in ("keys", "values")
+            ]
+            layers.append(ColumnLayer(of_parts[0].window, *states))
+        else:
+            layers.append(_joined_states(of_parts, index))
+    starts = [columns - length for length in lengths]
+    numbers = [row.uniforms[len(row.tokens) :][:steps] for row in rows] or [torch.zeros(steps)]
+    uniforms = pad_sequence([*numbers, torch.zeros(steps)], batch_first=True)[:-1]
+    attend = torch.arange(columns + steps) >= torch.tensor(starts)[:, None]
+    tokens = torch.tensor([row.tokens[-1:] for row in rows], device=device)
+    positions = torch.cat([part.source.positions[chosen] for part, chosen in zip(parts, index, strict=True)])
+    return _Deck(rows, layers, tokens, positions, starts, columns, uniforms.to(device), attend.to(device))
 
 
-def _forward(
-    module: PreTrainedModel,
-    cache: DynamicCache,
-    ids: torch.Tensor,
-    attend: torch.Tensor,
-    positions: torch.Tensor,
-    **inputs: Any,
-) -> torch.Tensor:
-    """Returns the logits (r, V) after the last of ids (r, t) at positions (r, t); attend: (r, cached + t) bool."""
-    output = module(
-        input_ids=ids,
-        attention_mask=attend,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-        **inputs,
-    )
-    return output.logits[:, -1]
-
-
-def uniforms(seed: int, n: int) -> torch.Tensor:
-    """Returns n random numbers in [0, 1) that depend only on `seed`, on the CPU; entry t draws the t-th token."""
-    return torch.rand(n, generator=torch.Generator().manual_seed(seed))
-
-
-def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> Draws:
-    """Draws one token per row by inverting its cumulative distribution at the row's uniform number.
-
-    `logits` are (n, V), `uniforms` (n,). Log-probs in nats are under the full temperature-scaled distribution, which
-    top-k, top-p, min-p and exclusion do not renormalise, or under that of the candidates where these are reported.
-    """
-    # With given uniforms a sample depends only on its seed, and not on the other rows or on the device's generator.
-    scores = logits.float()
-    if sampling.temperature > 0:
-        scores = scores / sampling.temperature
-    best_score, best = scores.max(dim=-1, keepdim=True)
-    weights = torch.exp(scores - best_score)
-    total = weights.sum(dim=-1, keepdim=True)
-    if sampling.excluded_token_ids:
-        excluded = torch.tensor(sampling.excluded_token_ids, device=scores.device)
-        # After `total`: training computes log-probs under the full distribution, and so they are here.
-        weights = weights.index_fill(-1, excluded, 0.0)
-        best = scores.index_fill(-1, excluded, -torch.inf).argmax(dim=-1, keepdim=True)
-    tokens, candidates = best, None
-    if sampling.temperature > 0:
-        kept, ids = _kept(weights, total, sampling)
-        first = best if ids is None else torch.zeros_like(best)
-        columns = _invert(kept, first, uniforms[:, None])
-        tokens = columns if ids is None else ids.gather(-1, columns)
-        if sampling.reports_support:
-            total = kept.sum(dim=-1, keepdim=True)
-            candidates = (
-                kept > 0 if ids is None else torch.zeros_like(weights, dtype=torch.bool).scatter(-1, ids, kept > 0)
-            )
-    logprobs = scores.gather(-1, tokens) - best_score - total.log()
-    top = None
-    if sampling.top_logprobs:
-        under = scores - best_score - total.log()
-        top = likeliest(under if candidates is None else under.where(candidates, -torch.inf), sampling.top_logprobs)
-    return Draws(tokens.squeeze(-1), logprobs.squeeze(-1), candidates, top)
-
-
-def _kept(weights: torch.Tensor, total: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns unnormalised weights (n, V) that are 0 but for candidates; with the ids of the columns where sorted."""
-    if sampling.min_p > 0:
-        weights = weights * (weights >= sampling.min_p * weights.amax(dim=-1, keepdim=True))
-    if sampling.top_k == 0 and sampling.top_p == 1:
-        return weights, None
-    return _most_probable(weights, total, sampling)
-
-
-def _most_probable(weights: torch.Tensor, total: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sorts weights in descending order, cut to top-k and 0 outside top-p; returns them and token ids, both (n, k)."""
-    kept, ids = weights.sort(dim=-1, descending=True, stable=True)
-    if sampling.top_k > 0:
-        kept, ids = kept[:, : sampling.top_k], ids[:, : sampling.top_k]
-    mass_before = (kept.cumsum(dim=-1) - kept) / total
-    inside = mass_before < sampling.top_p
-    inside[:, 0] = True  # the subtraction above may leave a rounding error where there is no mass
-    return kept * inside, ids
-
-
-def _invert(weights: torch.Tensor, best: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """Finds the first column whose cumulative weight exceeds the uniform share of the total, (n, 1)."""
-    cumulative = weights.cumsum(dim=-1)
-    columns = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
-    columns = columns.clamp(max=weights.shape[-1] - 1)  # the product can round up to the total itself
-    # A parallel cumsum need not be exactly monotonic: a column without weight must never be drawn.
-    return torch.where(weights.gather(-1, columns) > 0, columns, best)
-
-
-class PreallocatedLayer(DynamicLayer):
-    """A cache layer with spare columns; `keys` and `values` (rows, heads, length, dim) are views of its buffers.
-
-    `DynamicLayer` copies the whole cache at every token.
-    """
-
-    key_buffer: torch.Tensor
-    value_buffer: torch.Tensor
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Starts without columns, in the dtype and on the device of the states (rows, heads, new, dim)."""
-        super().lazy_initialization(key_states, value_states)
-        self._keep(key_states[:, :, :0], value_states[:, :, :0], length=0)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends states, and returns all keys and values."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        start = self.get_seq_length()
-        end = start + key_states.shape[-2]
-        if end > self.key_buffer.shape[-2]:  # by half of what is needed, so few tokens copy the cache
-            self.key_buffer = _grown(self.key_buffer[:, :, :start], end)
-            self.value_buffer = _grown(self.value_buffer[:, :, :start], end)
-        self.key_buffer[:, :, start:end] = key_states
-        self.value_buffer[:, :, start:end] = value_states
-        return self._keep(self.key_buffer, self.value_buffer, length=end)
-
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Keeps the given rows, without the spare columns."""
-        length = self.get_seq_length()
-        keys = self.key_buffer[:, :, :length].index_select(0, beam_idx)
-        values = self.value_buffer[:, :, :length].index_select(0, beam_idx)
-        self._keep(keys, values, length)
-
-    def _keep(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        self.key_buffer, self.value_buffer = keys, values
-        self.keys, self.values = keys[:, :, :length], values[:, :, :length]
-        return self.keys, self.values
-
-
-def select_rows(cache: DynamicCache, rows: torch.Tensor) -> None:
-    """Replaces the rows of a cache by a selection of them, (r,) int64 indices that may repeat."""
-    cache.reorder_cache(rows)  # type: ignore[arg-type]  # annotated LongTensor, which no tensor function returns
-
-
-def _grown(states: torch.Tensor, columns: int) -> torch.Tensor:
-    """Copies (rows, heads, length, dim) into a buffer for `columns` columns, half as many again, and 32."""
-    rows, heads, length, dim = states.shape
-    buffer = states.new_empty(rows, heads, columns + columns // 2 + 32, dim)
-    buffer[:, :, :length] = states
+def _joined(
+    states: Sequence[Tensor], parts: Sequence[_Part], index: Sequence[Tensor], columns: int, spare: int
+) -> Tensor:
+    """Returns the last columns of chosen rows of (rows, heads, columns, dim), aligned, followed by spare ones."""
+    _, heads, _, dim = states[0].shape
+    buffer = states[0].new_empty(sum(map(len, index)), heads, columns + spare, dim)
+    blocks = buffer.split([*map(len, index)])
+    for block, of_part, part, chosen in zip(blocks, states, parts, index, strict=True):
+        width = min(columns, part.source.length)
+        end = part.source.length
+        block[:, :, : columns - width] = 0  # not attended to, but a weight of 0 is multiplied with it
+        block[:, :, columns - width : columns] = of_part[:, :, end - width : end].index_select(0, chosen)
     return buffer
+
+
+def _joined_states(layers: Sequence[LinearAttentionLayer], index: Sequence[Tensor]) -> LinearAttentionLayer:
+    """Returns a layer with the states of chosen rows."""
+    joined = copy(layers[0])
+    for name in ("conv_states", "recurrent_states"):
+        parts = [getattr(layer, name) for layer in layers]
+        chosen = {
+            key: None if parts[0][key] is None else torch.cat([p[key][i] for p, i in zip(parts, index, strict=True)])
+            for key in parts[0]
+        }
+        setattr(joined, name, chosen)
+    return joined
+
+
+def _is_divisible(layers: Sequence[Any]) -> bool:
+    """Returns whether rows of a cache can be joined with others and lose columns in front."""
+    known = (DynamicLayer, DynamicSlidingWindowLayer, ColumnLayer, LinearAttentionLayer)
+    return all(type(layer) in known for layer in layers)
+
+
+def _with_columns(layer: Any) -> Any:
+    """Returns a layer with columns in place of one that grows by copies."""
+    if type(layer) is LinearAttentionLayer:
+        return layer
+    return ColumnLayer(layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None)
 
 
 class VisionPrefill:

@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,17 @@ from transformers.initialization import no_init_weights
 
 from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines.engine import Finish, Request, RolloutEngine, Sample, Sampling
-from verl_mg.engines.hf.decoding import TextEnd, VisionPrefill, decode, uniforms
+from verl_mg.engines.hf.decoding import Decoder, VisionPrefill
+from verl_mg.engines.hf.drawing import Row, TextEnd, uniforms
 from verl_mg.engines.hf.family_forms import Form, family_form, generate
+from verl_mg.engines.hf.token_step import TokenStep, implementation
 from verl_mg.engines.reports import ReportRules
 from verl_mg.engines.stop_strings import Decode, last_turn_start
 from verl_mg.errors import UserError
 from verl_mg.models.shrunk_config import LONGEST_ROW
 from verl_mg.models.transformers_module import module_class, read_module_config
+
+_Running = tuple[Request, Sampling, Row]
 
 
 class HFEngine(RolloutEngine):
@@ -50,16 +55,18 @@ class HFEngine(RolloutEngine):
         self.max_positions = positions or math.inf  # the most tokens of a prompt and its response
         longest = longest_row or positions or LONGEST_ROW
         self._family = family_form(config, longest, is_trained=longest_row is not None)
+        attention = implementation(self._family.attention)
         if not load_weights:
-            self.module = _allocate(config, dtype, self._family.attention)
+            self.module = _allocate(config, dtype, attention)
         elif isinstance(model, PreTrainedConfig):
             raise ValueError("a configuration has no weights: pass load_weights=False or a directory")
         else:
-            self.module = _load(Path(model), dtype, self._family.attention)
+            self.module = _load(Path(model), dtype, attention)
         nn.Module.to(self.module, device)
         self.module.eval().requires_grad_(False)
         self.module.generation_config = GenerationConfig()  # the folder's, such as penalties, is not used
-        self._vision = VisionPrefill(self.module, processor) if processor else None
+        vision = VisionPrefill(self.module, processor) if processor else None
+        self._decoder = Decoder(TokenStep(self.module), vision)
         self._decode_text = decode_text
         self._reports = ReportRules(engine="rollout.engine=hf", vocab=config.get_text_config().vocab_size)
         self.version = 0
@@ -68,6 +75,7 @@ class HFEngine(RolloutEngine):
         self._updating = False
         self._abort = threading.Event()  # set in any thread, read after each token
         self._waiting: list[tuple[Request, Sampling]] = []
+        self._running: list[_Running] = []
 
     def chosen(self) -> dict[str, str]:
         """Returns what the module computes with, by part."""
@@ -75,8 +83,8 @@ class HFEngine(RolloutEngine):
         return {"attention": attention, "decoding": self._family.chosen, "CUDA graphs": "off"}
 
     def num_free_slots(self) -> int:
-        """Returns the size of a batch minus the waiting requests."""
-        return self._max_batch - len(self._waiting)
+        """Returns the largest number of running requests minus those that run or wait."""
+        return self._max_batch - len(self._running) - len(self._waiting)
 
     def submit(self, requests: Sequence[Request], sampling: Sampling) -> None:
         """Checks and queues requests; UserError for a prompt that is empty, too long, or has unknown tokens."""
@@ -84,28 +92,31 @@ class HFEngine(RolloutEngine):
             raise RuntimeError("the engine has no weights: finish an update first")
         for request in requests:
             self._check(request, sampling)
-        if not self._waiting:  # else the abort is meant for requests that still wait
+        if not self._waiting and not self._running:  # else the abort is meant for them
             self._abort.clear()
         self._waiting += [(request, sampling) for request in requests]
 
     def collect(self, timeout: float) -> list[Sample]:
-        """Decodes a batch of requests whose tokens are drawn in the same way to its end; `timeout` is ignored."""
-        if not self._waiting:
-            return []
-        # Neighbours in this order have equal prompts, which share a prefill, or little padding between them.
-        self._waiting.sort(key=_batching_key)
-        drawn = _drawing(self._waiting[0][1])
-        num_equal = next((i for i, (_, s) in enumerate(self._waiting) if _drawing(s) != drawn), len(self._waiting))
-        size = min(num_equal, self._max_batch)
-        batch, self._waiting = self._waiting[:size], self._waiting[size:]
-        return [
-            request.prepend_partial(self._reports.check(request, sampling, more, self.version))
-            for (request, sampling), more in zip(batch, self._decode(batch), strict=True)
-        ]
+        """Begins waiting requests in free slots, and decodes until some have ended; `timeout` is ignored."""
+        if not self._abort.is_set():
+            self._decode(self._begin())
+        ended = [each for each in self._running if each[2].finish]
+        self._running = [each for each in self._running if not each[2].finish]
+        samples = [self._sample(*each) for each in ended]
+        if self._abort.is_set():
+            rest = [*self._running, *(self._with_row(*each) for each in self._waiting)]
+            samples += [self._sample(*each) for each in rest]
+            self._running, self._waiting = [], []
+            self._decoder.clear()
+        return samples
 
     def begin_update(self) -> None:
-        """Begins an update; the weights may be written until `end_update`."""
+        """Begins an update; the weights may be written until `end_update`, after which running requests continue."""
         self._updating = True
+        # Keys and values of the old weights are computed again, also of the prompts.
+        continued = [(replace(each[0], partial=self._sample(*each)), each[1]) for each in self._running]
+        self._running, self._waiting = [], continued + self._waiting
+        self._decoder.clear()
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Returns the tensors of the module by name, persistent buffers included; a tied head is not listed."""
@@ -157,46 +168,51 @@ class HFEngine(RolloutEngine):
                 "Encode prompts with the tokenizer of this model."
             )
 
-    @torch.inference_mode()
-    def _decode(self, batch: Sequence[tuple[Request, Sampling]]) -> list[Sample]:
-        """Continues each context; all tokens are drawn in the same way."""
-        limits = [request.remaining_tokens(sampling) for request, sampling in batch]
-        running = [i for i, limit in enumerate(limits) if limit > 0 and not self._abort.is_set()]
-        samples = [
-            Sample(request.id, (), (), (), "length" if limit <= 0 else "abort")
-            for (request, _), limit in zip(batch, limits, strict=True)
-        ]
-        if not running:
-            return samples
-        draws = torch.zeros(len(running), max(limits[i] for i in running))
-        for row, i in enumerate(running):
-            request, sampling = batch[i]
-            # A resumed sample draws the tokens that it would have drawn without the interruption: its numbers are the
-            # last ones of the whole sample.
-            draws[row, : limits[i]] = uniforms(request.seed, sampling.max_new_tokens)[-limits[i] :]
-        text_end = self._text_end([batch[i] for i in running])
-        contexts, counts = [batch[i][0].context for i in running], [limits[i] for i in running]
-        drawing = (draws, counts, batch[0][1], self._abort.is_set)
-        if self._family.form is Form.PADDED:
-            images = [batch[i][0].context_images for i in running]
-            completions = decode(self.module, contexts, *drawing, images, self._vision, text_end)
-        else:
-            completions = generate(self.module, self._family.form, contexts, *drawing, text_end)
-        for row, (i, (tokens, logprobs, support, top)) in enumerate(zip(running, completions, strict=True)):
-            stopped = (text_end and row in text_end.ended) or tokens[-1] in batch[i][1].stop_token_ids
-            finish: Finish = "stop" if stopped else "length" if len(tokens) == limits[i] else "abort"
-            versions = (self.version,) * len(tokens)
-            reported = (tuple(tokens), tuple(logprobs), versions, finish)
-            samples[i] = Sample(batch[i][0].id, *reported, support=support, top=top)
-        return samples
+    def _begin(self) -> list[Row]:
+        """Moves waiting requests to the free slots, whose tokens are drawn like those that run; returns their rows."""
+        num_free = self._max_batch - len(self._running)
+        # The oldest request decides: it does not wait for ever for those that are drawn otherwise.
+        drawn = _drawing((self._running or self._waiting)[0][1]) if self._waiting else ()
+        is_closed = bool(self._running) and not self._decoder.takes_rows
+        if num_free <= 0 or is_closed or not self._waiting or _drawing(self._waiting[0][1]) != drawn:
+            return []
+        # Neighbours in this order have equal prompts, which share a prefill, or little padding between them.
+        alike = [i for i, (_, sampling) in enumerate(self._waiting) if _drawing(sampling) == drawn]
+        chosen = sorted(alike, key=lambda i: _batching_key(self._waiting[i]))[:num_free]
+        new = [self._with_row(*self._waiting[i]) for i in chosen]
+        taken = set(chosen)
+        self._waiting = [each for i, each in enumerate(self._waiting) if i not in taken]
+        self._running += new
+        return [row for _, _, row in new if not row.finish]
 
-    def _text_end(self, batch: Sequence[tuple[Request, Sampling]]) -> TextEnd | None:
-        stop = batch[0][1].stop
-        if not stop or self._decode_text is None:
-            return None
-        partials = [request.partial for request, _ in batch]
-        turns = [partial.tokens[last_turn_start(partial) :] if partial else () for partial in partials]
-        return TextEnd(stop, self._decode_text, turns)
+    @torch.inference_mode()
+    def _decode(self, new: Sequence[Row]) -> None:
+        if not self._running:
+            return
+        sampling = self._running[0][1]
+        if self._family.form is Form.PADDED:
+            self._decoder.run(new, sampling, self._abort.is_set)
+        else:
+            generate(self.module, self._family.form, new, sampling, self._abort.is_set)
+
+    def _with_row(self, request: Request, sampling: Sampling) -> _Running:
+        """Returns a request with the row that continues its context."""
+        limit = max(0, request.remaining_tokens(sampling))
+        # A resumed sample draws the tokens that it would have drawn without the interruption: its numbers are the last
+        # ones of the whole sample.
+        numbers = uniforms(request.seed, sampling.max_new_tokens)[sampling.max_new_tokens - limit :]
+        text_end = None
+        if sampling.stop and self._decode_text:
+            partial = request.partial
+            turn = partial.tokens[last_turn_start(partial) :] if partial else ()
+            text_end = TextEnd(sampling.stop, self._decode_text, turn)
+        finish: Finish | None = None if limit else "length"
+        return (request, sampling, Row(request.context, numbers, request.context_images, text_end, finish))
+
+    def _sample(self, request: Request, sampling: Sampling, row: Row) -> Sample:
+        reported = (tuple(row.tokens), tuple(row.logprobs), (self.version,) * len(row.tokens), row.finish or "abort")
+        sample = Sample(request.id, *reported, support=row.support, top=row.top)
+        return request.prepend_partial(self._reports.check(request, sampling, sample, self.version))
 
 
 def _drawing(sampling: Sampling) -> tuple[object, ...]:
@@ -209,7 +225,7 @@ def _drawing(sampling: Sampling) -> tuple[object, ...]:
 def _batching_key(waiting: tuple[Request, Sampling]) -> tuple[object, ...]:
     request, sampling = waiting
     keys = [image.key for image in request.context_images]
-    return (_drawing(sampling), request.remaining_tokens(sampling), len(request.context), request.context, keys)
+    return (request.remaining_tokens(sampling), len(request.context), request.context, keys)
 
 
 def _load(directory: Path, dtype: torch.dtype, attention: str) -> PreTrainedModel:

@@ -1,6 +1,6 @@
 """Forms of decoding a family of `transformers`; a narrow copy of the family proves which is the fastest right one.
 
-    PADDED    prompts of any length together, padded on the left, with a cache that grows in place (`decoding.decode`)
+    PADDED    prompts of any length together, padded on the left, with a cache; rows join and leave (`decoding`)
     EQUAL     prompts of equal length together, without padding, with the family's cache
     WHOLE     each prompt by itself without a cache: all tokens are computed again for each new one
 
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -27,7 +28,9 @@ from transformers import (
 )
 
 from verl_mg.engines.engine import Sampling
-from verl_mg.engines.hf.decoding import Completion, Reports, TextEnd, decode, draw_tokens
+from verl_mg.engines.hf.decoding import decode
+from verl_mg.engines.hf.drawing import Row, add_draws, draw_tokens
+from verl_mg.engines.hf.token_step import implementation
 from verl_mg.errors import UserError, one_line
 from verl_mg.models.hf_families import FAMILIES
 from verl_mg.models.shrunk_config import LONGEST_ROW, narrow_module, random_rows, row_logits, row_logprobs, shrink
@@ -75,7 +78,7 @@ def family_form(config: PreTrainedConfig, longest_row: int, is_trained: bool) ->
     try:
         attentions = _attentions(narrow, prompts)
     except Exception as error:  # of any kind: it is the code of any family
-        attentions, reason = [], f"its eager attention does not run over whole rows ({one_line(error)})"
+        attentions, reason = ([], f"its eager attention does not run over whole rows ({one_line(error)})")
     for form in Form if attentions else ():
         failures = []
         for attention in attentions:
@@ -94,28 +97,25 @@ def family_form(config: PreTrainedConfig, longest_row: int, is_trained: bool) ->
 def generate(
     module: PreTrainedModel,
     form: Form,
-    prompts: Sequence[tuple[int, ...]],
-    uniforms: Tensor,
-    limits: Sequence[int],
+    rows: Sequence[Row],
     sampling: Sampling,
-    aborted: Callable[[], bool],
-    text_end: TextEnd | None = None,
-) -> list[Completion]:
+    aborted: Callable[[], bool] = lambda: False,
+) -> None:
     """Does the same as `decoding.decode` in the other forms; EQUAL by `generate` of the module."""
-    groups: dict[object, list[int]] = defaultdict(list)
-    for number, prompt in enumerate(prompts):
-        groups[len(prompt) if form is Form.EQUAL else number].append(number)
-    results: dict[int, Completion] = {}
-    for numbers in groups.values():
-        index, ids = torch.tensor(numbers), torch.tensor([prompts[number] for number in numbers], device=module.device)
-        draw = _Draw(index, uniforms[index], torch.tensor(limits)[index], sampling, aborted, text_end)
+    groups: dict[object, list[Row]] = defaultdict(list)
+    for number, row in enumerate(rows):
+        groups[len(row.context) if form is Form.EQUAL else number].append(row)
+    for of_group in groups.values():
+        ids = torch.tensor([row.context for row in of_group], device=module.device)
+        draw = _Draw(of_group, sampling, aborted)
         if form is Form.WHOLE:
-            while draw.running.any() and not (draw.started and aborted()):
+            while draw.is_running and not (draw.num_drawn and aborted()):
                 drawn = draw(ids, row_logits(module, ids)[:, -1]).argmax(-1, keepdim=True)
                 ids = torch.cat([ids, drawn], 1)
-            results |= dict(zip(numbers, draw.results(), strict=True))
             continue
-        options = GenerationConfig(max_new_tokens=int(draw.limits.max()), do_sample=False, pad_token_id=0)
+        options = GenerationConfig(
+            max_new_tokens=max(row.num_left for row in of_group), do_sample=False, pad_token_id=0
+        )
         module.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -123,58 +123,27 @@ def generate(
             logits_processor=LogitsProcessorList([draw]),
             stopping_criteria=StoppingCriteriaList([_End(draw)]),
         )
-        results |= dict(zip(numbers, draw.results(), strict=True))
-    return [results[number] for number in range(len(prompts))]
 
 
 class _Draw(LogitsProcessor):
-    """Draws tokens by the engine's rules, and leaves `generate` no other choice; index, uniforms, limits: n rows."""
+    """Draws tokens of n rows by the engine's rules, and leaves `generate` no other choice."""
 
-    def __init__(
-        self,
-        index: Tensor,
-        uniforms: Tensor,
-        limits: Tensor,
-        sampling: Sampling,
-        aborted: Callable[[], bool],
-        text_end: TextEnd | None,
-    ) -> None:
-        self.limits, self.aborted = limits, aborted
-        self.running = torch.ones(len(index), dtype=torch.bool)
-        self._index, self._uniforms, self._sampling, self._text_end = index, uniforms, sampling, text_end
-        self._stops = torch.tensor(sampling.stop_token_ids, dtype=torch.int64)
-        self._tokens: list[Tensor] = []
-        self._logprobs: list[Tensor] = []
-        self._lengths = torch.zeros(len(index), dtype=torch.int64)
-        self._reports = Reports(len(index))
+    def __init__(self, rows: Sequence[Row], sampling: Sampling, aborted: Callable[[], bool]) -> None:
+        self.rows, self.aborted, self.num_drawn = rows, aborted, 0
+        self._uniforms = pad_sequence([row.uniforms for row in rows], batch_first=True)
+        self._sampling, self._stops = sampling, frozenset(sampling.stop_token_ids)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]  # annotated LongTensor
         """Returns logits with which only the drawn tokens are possible."""
-        step = len(self._tokens)
-        draws = draw_tokens(scores, self._uniforms[:, step].to(scores.device), self._sampling)
-        tokens = draws.tokens.cpu()
-        self._tokens.append(tokens)
-        self._logprobs.append(draws.logprobs.cpu())
-        self._reports.add(torch.arange(len(tokens)), draws)
-        self._lengths += self.running
-        self.running &= ~torch.isin(tokens, self._stops) & (self.limits > step + 1)
-        if self._text_end:
-            self.running &= ~self._text_end.reached(self._index, tokens, self.running)
+        draws = draw_tokens(scores, self._uniforms[:, self.num_drawn].to(scores.device), self._sampling)
+        self.num_drawn += 1
+        add_draws(self.rows, draws, self._stops)
         return torch.full_like(scores, -torch.inf).scatter(1, draws.tokens[:, None], 0.0)
 
     @property
-    def started(self) -> bool:
-        """Returns whether any tokens were drawn."""
-        return bool(self._tokens)
-
-    def results(self) -> list[Completion]:
-        """Returns the tokens of each row up to its end."""
-        tokens, logprobs = torch.stack(self._tokens, 1).tolist(), torch.stack(self._logprobs, 1).tolist()
-        ends = zip(tokens, logprobs, self._lengths.tolist(), strict=True)
-        return [
-            self._reports.completion(row, of_row[:length], scores[:length])
-            for row, (of_row, scores, length) in enumerate(ends)
-        ]
+    def is_running(self) -> bool:
+        """Returns whether any row gets further tokens."""
+        return not all(row.finish for row in self.rows)
 
 
 class _End(StoppingCriteria):
@@ -185,7 +154,8 @@ class _End(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Tensor:  # type: ignore[override]
         """Returns which rows have ended, (n,) bool."""
-        return (~self._draw.running | self._draw.aborted()).to(input_ids.device)
+        ended = torch.tensor([row.finish is not None for row in self._draw.rows], device=input_ids.device)
+        return ended | self._draw.aborted()
 
 
 # -- the proof
@@ -195,7 +165,7 @@ def _attentions(narrow: PreTrainedConfig, prompts: Sequence[tuple[int, ...]]) ->
     """Returns the attentions that compute whole rows as the eager one does, the faster first."""
     expected = row_logprobs(narrow_module(narrow, "eager"), prompts)
     try:
-        fails = _difference(expected, row_logprobs(narrow_module(narrow, "sdpa"), prompts))
+        fails = _difference(expected, row_logprobs(narrow_module(narrow, implementation("sdpa")), prompts))
     except Exception as error:  # of any kind: some families have no such attention
         fails = one_line(error)
     return ["eager"] if fails else ["sdpa", "eager"]
@@ -207,16 +177,16 @@ def _failure(narrow: PreTrainedConfig, attention: str, form: Form, prompts: Sequ
     uniforms = torch.rand(len(prompts), NEW_TOKENS, generator=torch.Generator().manual_seed(1))
     # Rows end at different tokens: those that have ended leave the cache.
     limits = [NEW_TOKENS, NEW_TOKENS, NEW_TOKENS // 2, NEW_TOKENS]
-    arguments = (prompts, uniforms, limits, sampling, lambda: False)
+    continued = [Row(prompt, of_row[:n]) for prompt, of_row, n in zip(prompts, uniforms, limits, strict=True)]
     try:
-        module = narrow_module(narrow, attention)
-        results = decode(module, *arguments) if form is Form.PADDED else generate(module, form, *arguments)
-        rows = [(*prompt, *result.tokens) for prompt, result in zip(prompts, results, strict=True)]
-        expected = [
-            row[len(prompt) - 1 :]
-            for prompt, row in zip(prompts, row_logprobs(narrow_module(narrow, "eager"), rows), strict=True)
-        ]
-        return _difference(expected, [torch.tensor(result.logprobs) for result in results])
+        module = narrow_module(narrow, implementation(attention))
+        if form is Form.PADDED:
+            decode(module, continued, sampling)
+        else:
+            generate(module, form, continued, sampling)
+        whole = row_logprobs(narrow_module(narrow, "eager"), [(*row.context, *row.tokens) for row in continued])
+        expected = [of_row[len(prompt) - 1 :] for prompt, of_row in zip(prompts, whole, strict=True)]
+        return _difference(expected, [torch.tensor(row.logprobs) for row in continued])
     except Exception as error:  # of any kind: it is the code of any family
         return one_line(error, 120)
 

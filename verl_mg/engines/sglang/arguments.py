@@ -6,17 +6,22 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from verl_mg import device
 from verl_mg.config.checks import Refusal, under
 from verl_mg.engines.engine_options import EXACT_TRITON, EngineCase, EngineOptions, in_float32, inherited_environment
-from verl_mg.engines.sglang.weight_loader import LOADER
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard.encoding import Wire
 
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_import("torch")
+
+# Name of the loader, for the server argument `custom_weight_loader` and as load format.
+LOADER = "verl_mg.engines.sglang.weight_loader.load_chunk"
 # Largest number of candidates of a token that engines report, more than a vocabulary has; `return_all_candidates` has
 # them pack only those that there are.
 MAX_CANDIDATES = 2**24
@@ -91,6 +96,8 @@ FP8_PRODUCTS = "fp8_gemm_runner_backend"
 # Kernels of products in MXFP8 that read the weights in order, and the scales from a copy in their own form, which
 # SGLang computes again at the end of each update. Another one has the rows of the weights themselves shuffled.
 MXFP8_IN_ORDER = ("auto", "flashinfer_cutedsl", "flashinfer_cutlass", "deep_gemm")
+# Responses of a step after which SGLang's main process handles others first: the rank gets all in one message.
+ALL_OF_A_STEP = 2**20
 RUNNERS = ("moe_runner_backend", "speculative_moe_runner_backend")
 # Environment of all engines. SGLang would keep the features of images over updates of the vision tower, and on GPUs
 # fuse two projections of an indexer that the weight table has apart, or, if a variable says so, exchange rows of the
@@ -128,6 +135,7 @@ def engine_arguments(model: Path, options: EngineOptions) -> dict[str, Any]:
         "skip_tokenizer_init": not options.reads_text,
         # A separate layer, as in the weight table.
         "disable_shared_experts_fusion": True,
+        "batch_notify_size": ALL_OF_A_STEP,
         "skip_server_warmup": True,
         "log_level": "warning",
     }

@@ -10,7 +10,7 @@ import base64
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines import engine_host
 from verl_mg.engines.engine import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED, observed_load
 from verl_mg.engines.engine_attachment import EngineListener
-from verl_mg.engines.engine_host import EngineHost
+from verl_mg.engines.engine_host import EngineHost, Result
 from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.payloads import named_views, open_payload
 from verl_mg.engines.sampled_support import support_to_wire, top_to_wire
 from verl_mg.engines.sglang import internals
-from verl_mg.engines.sglang.arguments import choices, has_multi_token_draft
-from verl_mg.engines.sglang.weight_loader import LOADER, merge_stages, pickled_by_value
+from verl_mg.engines.sglang.arguments import LOADER, choices, has_multi_token_draft
+from verl_mg.engines.sglang.weight_loader import merge_stages, pickled_by_value
 from verl_mg.images import Image
 
 # Models of SGLang that an update fills: the policy, and a draft model where it is a layer of the same checkpoint.
@@ -52,18 +52,51 @@ class SGLangHost(EngineHost):
         self._loads: Counter[str] = Counter()  # counts of the load that no sample has brought to the rank
         self._in_session = False
 
-    async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Implements `EngineHost.generate`."""
-        fields = request_fields(request) | {"rid": rid, "lora_path": self._adapters}
-        if request["images"] and self._processor:
-            # In this form SGLang takes the token ids as they are; from files it would make text of them and new ids.
-            images = tuple(Image(base64.b64decode(text)) for text in request["images"])
-            fields["image_data"] = [{"format": "processor_output", **self._processor.model_inputs([images])}]
+    async def generate(self, requests: Mapping[str, dict[str, Any]]) -> Mapping[str, Awaitable[Result]]:
+        """Implements `EngineHost.generate`, by one request of SGLang's for all of them."""
+        of_each = [request_fields(request) for request in requests.values()]
+        lists = {name: [fields[name] for fields in of_each] for name in ("input_ids", "sampling_params")}
+        fields = of_each[0] | lists | {"rid": list(requests), "lora_path": self._adapters}  # the rest is shared
+        if self._processor and any(request["images"] for request in requests.values()):
+            fields["image_data"] = [self._images(self._processor, request["images"]) for request in requests.values()]
         # Not by the engine's method, which does not take all fields of a request.
-        response = await anext(self._manager.generate_request(internals.request("GenerateReqInput", **fields), None))
-        sample = parse_response(response, request["top_logprobs"])
+        batch = self._manager.generate_request(internals.request("GenerateReqInput", **fields), None)
+        try:
+            responses = await anext(batch)
+        except Exception:
+            if len(requests) == 1:
+                raise
+            # SGLang refuses a list for one of its requests: the others are generated.
+            return {rid: self._alone(rid, request) for rid, request in requests.items()}
+        waiting = set(requests)
+        pairs = zip(requests.items(), responses, strict=True)
+        return {rid: self._sample(rid, request, response, batch, waiting) for (rid, request), response in pairs}
+
+    async def _alone(self, rid: str, request: dict[str, Any]) -> Result:
+        return await (await self.generate({rid: request}))[rid]
+
+    async def _sample(
+        self,
+        rid: str,
+        request: dict[str, Any],
+        response: AsyncGenerator[dict[str, Any]],
+        batch: AsyncGenerator[object],
+        waiting: set[str],
+    ) -> Result:
+        """Returns the sample of a request, and ends its batch when no other request of it is `waiting`."""
+        try:
+            sample = parse_response(await anext(response), request["top_logprobs"])
+        finally:
+            waiting.discard(rid)
+            if not waiting:
+                await anext(batch, None)
         loads, self._loads = self._loads, Counter()
         return sample | {"counts": sample["counts"] | loads}
+
+    def _images(self, processor: ImageProcessor, encoded: Sequence[str]) -> list[dict[str, Any]]:
+        # In this form SGLang takes the token ids as they are; from files it would make text of them and new ids.
+        images = tuple(Image(base64.b64decode(text)) for text in encoded)
+        return [{"format": "processor_output", **processor.model_inputs([images])}] if images else []
 
     def abort(self, rid: str | None) -> None:
         """Implements `EngineHost.abort`."""
@@ -165,6 +198,7 @@ class SGLangHost(EngineHost):
         if self._manager is None:  # on node 0 SGLang itself looks after the schedulers
             self._start(self._end_with_schedulers())
         else:
+            await self._manager.freeze_gc()  # of its schedulers, as `engine_host.main` does here
             self._start(self._observe_load())
         await super().serve(reader, writer, listener)
 
@@ -343,4 +377,4 @@ def create(arguments: dict[str, Any], options: EngineOptions, loop: asyncio.Abst
 
 
 if __name__ == "__main__":
-    engine_host.main(create)
+    engine_host.main(create, "sglang.srt.entrypoints.engine")

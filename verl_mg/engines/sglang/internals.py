@@ -11,6 +11,7 @@ run in SGLang's processes, but for the parsers, which any process may read.
 | `finish_load`, `compute_buffers`, `write`, `is_transposed` | updates in place | processes weights otherwise |
 | `marlin_layers`, `write_marlin`, `keep_order` | INT4 in the order of its kernel | changes kernel, layer or marks |
 | `start_engine`, `run_scheduler` | memory is pinned also without a GPU | starts schedulers otherwise |
+| `return_each_response` | a list of requests is one message to the scheduler | collects responses elsewhere |
 | `return_all_candidates` | as many as there are, without a limit that cuts them | packs them elsewhere |
 | `unloaded_model` | traces of its weight loader | builds models otherwise |
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -107,11 +109,29 @@ def start_engine(arguments: Mapping[str, Any]) -> Any:
     from sglang.srt.entrypoints.engine import Engine
 
     library().check()
+    return_each_response()
 
     class AdaptedEngine(Engine):
         run_scheduler_process_func = staticmethod(run_scheduler)
 
-    return AdaptedEngine(**arguments)
+    # GPU: its processes are new interpreters, since forks could not use a GPU that this process has used.
+    # GPU-TEST: tests/engines/sglang/test_contract.py::test_engine_arguments_on_gpus_are_accepted_and_effective
+    # GPU-RAN: h200-1, h100-1
+    if torch.cuda.is_available():
+        return AdaptedEngine(**arguments)
+    # Forks of this process, which has no threads yet: each new interpreter would import SGLang again, for 10 s.
+    with library().replaced(multiprocessing, set_start_method=lambda *_, **__: None):
+        return AdaptedEngine(**arguments)
+
+
+def return_each_response() -> None:
+    """Has a list of requests return the generator of each response, which SGLang else returns when all are complete."""
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    async def return_generators(manager: Any, generators: list[Any]) -> list[Any]:
+        return generators
+
+    library().replace(TokenizerManager, _collect_batch_responses=return_generators)
 
 
 # -- in the processes of schedulers

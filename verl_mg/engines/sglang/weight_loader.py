@@ -20,8 +20,6 @@ from verl_mg.engines.payloads import apply_payload, has_patches, named_views, op
 from verl_mg.engines.sglang import internals
 from verl_mg.sharding.engine_table import DRAFT
 
-# Name of the loader, for the server argument `custom_weight_loader` and as load format.
-LOADER = f"{__name__}.load_chunk"
 CASTABLE = {"float32", "bfloat16", "float16"}  # dtypes of weights that are not quantized
 
 

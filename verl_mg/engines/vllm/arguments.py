@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from verl_mg.config.checks import Refusal, under
 from verl_mg.engines.engine_options import EXACT_TRITON, EngineCase, EngineOptions, in_float32, inherited_environment
 from verl_mg.layout import EngineLayout
+from verl_mg.lazy_import import lazy_import
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.models.transformers_module import has_images, read_any_config, read_module_config
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = lazy_import("torch")
 
 WORKER_EXTENSION = "verl_mg.engines.vllm.worker.WorkerExtension"  # class whose methods vLLM adds to its workers
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # ranks of adapters for which vLLM allocates memory
@@ -192,6 +196,8 @@ def _on_gpus(config: HFConfig, options: EngineOptions) -> dict[str, Any]:
 def _on_cpu(config: HFConfig, options: EngineOptions) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "enforce_eager": True,
+        # The draw after a part of a prompt is taken back, which generators for the CPU cannot do: vLLM's worker ends.
+        "enable_chunked_prefill": False,
         "kv_cache_memory_bytes": _key_value_bytes(config, options),
         # The worker extension records the experts of each token that is computed, and a cached one is not.
         "enable_prefix_caching": not options.routed_experts,

@@ -18,7 +18,7 @@ from verl_mg.data.image_processor import ImageProcessor
 from verl_mg.engines import engine_host
 from verl_mg.engines.engine import ACCEPTED, CACHED, DRAFTED, GENERATED, PROMPT, VERIFIED, observed_load
 from verl_mg.engines.engine_attachment import EngineListener
-from verl_mg.engines.engine_host import EngineHost
+from verl_mg.engines.engine_host import EngineHost, Result
 from verl_mg.engines.engine_options import EngineOptions
 from verl_mg.engines.sampled_support import Wire, top_to_wire
 from verl_mg.engines.vllm import internals
@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1  # option of prctl(2): the signal that a process gets when 
 EXCLUDED = -100.0  # bias on the logits of tokens that are never drawn, the lowest that vLLM takes
 WATCH_SECONDS = 0.2  # time between two looks at whether vLLM's processes are alive
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 
 
 class VLLMHost(EngineHost):
@@ -59,8 +59,11 @@ class VLLMHost(EngineHost):
         await super().serve(reader, writer, listener)
         watch.cancel()
 
-    async def generate(self, rid: str, request: dict[str, Any]) -> dict[str, Any]:
-        """Implements `EngineHost.generate`."""
+    async def generate(self, requests: Mapping[str, dict[str, Any]]) -> Mapping[str, Awaitable[Result]]:
+        """Implements `EngineHost.generate`; vLLM takes requests one by one."""
+        return {rid: self._sample(rid, request) for rid, request in requests.items()}
+
+    async def _sample(self, rid: str, request: dict[str, Any]) -> Result:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -225,7 +228,7 @@ class VLLMHost(EngineHost):
     async def _rpc(self, method: str, *arguments: Any) -> list[Any]:
         return list(await self._call_engine(self._engine.collective_rpc(method, args=arguments)))
 
-    async def _call_engine(self, call: Awaitable[Result]) -> Result:
+    async def _call_engine(self, call: Awaitable[T]) -> T:
         try:
             return await call
         except internals.dead_engine_error():
@@ -349,4 +352,4 @@ class StepStatistics:
 
 
 if __name__ == "__main__":
-    engine_host.main(create)
+    engine_host.main(create, "vllm.v1.engine.async_llm")

@@ -5,7 +5,7 @@
        +------ exception -------+---> pause: steps wait in `_missed`; the next `log` after it tries again,
                                       with the oldest step first
 
-There is no thread: a call of a tracker blocks the training as long as the tracker waits, hence the growing pause.
+A tracker that waits delays the records of the next iteration, and so the training, hence the growing pause.
 """
 
 from __future__ import annotations
