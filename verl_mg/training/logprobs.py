@@ -45,8 +45,20 @@ from verl_mg.checkpoint.model_directory import ModelDirectory
 from verl_mg.errors import UserError
 from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP, MicroBatch
 from verl_mg.training.output_layer import Draw, OutputLayer
-from verl_mg.training.vocabulary_rows import Extra, RowGradient, Rows, TeacherGradient, combine, lines, rows_on
+from verl_mg.training.vocabulary_rows import Extra, RowGradient, Rows, TeacherGradient, TorchRows, combine, lines
 from verl_mg.training.weight_gradients import added_to_buffer, gradient_buffer, wgrad_gemm_accum_fp32
+
+
+def rows_on(device: torch.device) -> type[Rows]:
+    """Returns the implementation for tensors of a device."""
+    # GPU: one kernel of Triton computes the sums of a row, one its divergence, and one its gradient.
+    # GPU-TEST: tests/training/test_vocabulary_kernels.py, tests/megatron/test_fake_cuda.py
+    # GPU-RAN: not yet
+    if device.type != "cuda":
+        return TorchRows
+    from verl_mg.training.vocabulary_kernels import TritonRows
+
+    return TritonRows
 
 
 @dataclass(frozen=True)

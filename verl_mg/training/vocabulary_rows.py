@@ -102,8 +102,7 @@ class TorchRows(Rows):
     def __init__(self, products: Tensor, layer: OutputLayer, draw: Draw, tokens: slice, learns: bool = False) -> None:
         self._layer = layer
         capped = layer.capped(products)
-        of_tanh = learns and layer.softcap is not None
-        self._slope = 1 - (capped / layer.softcap) ** 2 if of_tanh else None
+        self._slope = 1 - (capped / layer.softcap) ** 2 if learns and layer.softcap is not None else None
         self._values = draw.scale(capped, tokens, layer)
         self._highest: Tensor | None = None
 
@@ -160,18 +159,6 @@ class TorchRows(Rows):
         if layer.scale != 1:
             values *= layer.scale
         return values.to(dtype)
-
-
-def rows_on(device: torch.device) -> type[Rows]:
-    """Returns the implementation for tensors of a device."""
-    # GPU: one kernel of Triton computes the sums of a row, one its divergence, and one its gradient.
-    # GPU-TEST: tests/training/test_vocabulary_kernels.py, tests/megatron/test_fake_cuda.py
-    # GPU-RAN: not yet
-    if device.type != "cuda":
-        return TorchRows
-    from verl_mg.training.vocabulary_kernels import TritonRows
-
-    return TritonRows
 
 
 @dataclass(frozen=True)
