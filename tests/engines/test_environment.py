@@ -98,8 +98,9 @@ def test_pixels_in_a_process_of_sglang_are_those_of_training():
 def test_processes_that_ranks_are_forked_from_import_no_engine():
     """Kernels of engines start CUDA when they are imported, which a fork cannot use."""
     code = "import sys\nprint([name for name in ('sglang', 'sgl_kernel', 'vllm') if name in sys.modules])"
-    imports = "".join(f"import {module}\n" for module in IMPORTED)
-    done = subprocess.run([warm_start.shared().python, "-c", imports + code], capture_output=True, text=True)
+    done = subprocess.run(
+        [warm_start.shared().python, "-c", f"import {IMPORTED}\n{code}"], capture_output=True, text=True
+    )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr[-2000:]
 
 

@@ -12,7 +12,7 @@ from tests.helpers.rank_pool import RankPool
 from tests.helpers.split_engine import SplittingEngine
 from tests.helpers.tiny_jobs import RECIPES, Metrics, logged, run_here
 from verl_mg.config import load_config
-from verl_mg.job.job import RunningJob
+from verl_mg.job import build_job
 from verl_mg.job.recipe import load_recipe
 from verl_mg.stores.records import MODEL
 
@@ -84,7 +84,9 @@ def _job(recipe_file: Path, text: str, output: Path, overrides: Sequence[str], s
     tree = load_config(config, [f"job.output={output}", "job.console=false", *overrides], recipe.config)
     with pytest.MonkeyPatch.context() as patch:
         if split:
-            patch.setattr(RunningJob, "_with_tools", lambda job: partial(SplittingEngine, decode=job.tokenizer.decode))
+            patch.setattr(
+                build_job, "_wrapper", lambda _, parts: partial(SplittingEngine, decode=parts.data.tokenizer.decode)
+            )
         run_here(recipe, tree)
 
 

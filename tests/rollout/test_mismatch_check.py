@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from verl_mg.config import load_config
 from verl_mg.engines.engine import EngineWrapper, Request, Sample, Sampling
 from verl_mg.engines.trajectory import MAX_SEGMENTS
 from verl_mg.errors import UserError
+from verl_mg.job import build_job
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.rollout.engine_group import InFlightEngineGroup, WrapEngine
@@ -76,10 +77,6 @@ class WrongLogprob(EngineWrapper):
         return replace(sample, logprobs=tuple(logprobs))
 
 
-def with_tools(wrap: WrapEngine) -> Callable[[RunningJob], WrapEngine]:
-    return lambda of: wrap
-
-
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     return make_inputs(tmp_path_factory.mktemp("inputs"))
@@ -96,7 +93,7 @@ def refused(
     """The error of a job with a wrong engine, and the optimizer steps that were requested before."""
     requested, message = [], ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunningJob, "_with_tools", with_tools(wrap))
+        patch.setattr(build_job, "_wrapper", lambda *_: wrap)
         patch.setattr(
             "verl_mg.roles.models.TrainableRole.update", lambda role, *_, **__: requested.append(role.name) or {}
         )

@@ -17,8 +17,10 @@ from tests.helpers.rank_pool import job_store
 from tests.helpers.split_engine import SplittingEngine
 from tests.helpers.tiny_jobs import files_of, metrics_of, roles_of, run_recipe, write_sums
 from tests.helpers.tiny_models import CHARACTERS, tiny_model, uninitialized_memory_is_nan
-from verl_mg.config import load_config
+from verl_mg.config import Config, load_config
 from verl_mg.engines.engine import Sample
+from verl_mg.job import build_job
+from verl_mg.job.build_job import JobParts
 from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe, requested_roles
 from verl_mg.models.tiny_model import make_tiny_model
@@ -66,11 +68,11 @@ def split_job(recipe: str, inputs: Path, output: Path, overrides: list[str], mod
     def reward(sample: Sample) -> Reward | None:
         return Reward(9.0) if sample.id % 4 == 0 else None
 
-    def wrapper(of: RunningJob) -> WrapEngine:
-        return partial(SplittingEngine, decode=of.tokenizer.decode, reward=reward)
+    def wrapper(_: Config, parts: JobParts) -> WrapEngine:
+        return partial(SplittingEngine, decode=parts.data.tokenizer.decode, reward=reward)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunningJob, "_with_tools", wrapper)
+        patch.setattr(build_job, "_wrapper", wrapper)
         job(recipe, inputs, output, overrides, mode)
 
 

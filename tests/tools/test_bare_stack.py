@@ -239,8 +239,10 @@ def test_check_names_symbols_and_versions_that_the_loader_does_not_find(tmp_path
 def test_packages_that_travel_are_pinned():
     pinned = (ROOT / "launch" / "requirements-gpu.txt").read_text().splitlines()
     lines = {
-        without: bare_stack.requirements(without).splitlines() for without in ((), ("sglang",), ("transformer-engine",))
+        without: bare_stack.requirements((*without, "liger")).splitlines()
+        for without in ((), ("sglang",), ("transformer-engine",))
     }
+    assert any(line.startswith("liger-kernel==") for line in bare_stack.requirements(()).splitlines())
     of_tests = [line for line in lines[()] if line not in pinned]
     assert {line.partition("==")[0] for line in of_tests} <= {
         *("pytest", "pytest-timeout", "pluggy", "iniconfig", "hypothesis", "sortedcontainers"),

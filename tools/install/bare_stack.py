@@ -77,7 +77,7 @@ def requirements(without: Sequence[str]) -> str:
     pins = {name: line for file in reversed(PINNED) for name, line in _pins(file)}
     names = {*travelling(without)} - {COMPILED_HERE}
     if "transformer-engine" not in without:
-        names |= {*FOR_COMPILATION.split(), *(name for name in pins if name.startswith("nvidia-"))}
+        names |= {*FOR_COMPILATION.split(), *(name for name, _ in _pins(PINNED[0]) if name.startswith("nvidia-"))}
     if missing := sorted(names - pins.keys()):
         raise UserError(f"tools/install/bare_stack.py: {missing[0]} is not pinned. Name what {PINNED[0].name} has.")
     return "".join(f"{pins[name]}\n" for name in sorted(names))

@@ -24,7 +24,7 @@ def wgrad_gemm_accum_fp32(inputs: Tensor, grad: Tensor, buffer: Tensor) -> None:
         torch.addmm(buffer, grad.T, inputs, out_dtype=buffer.dtype, out=buffer)
     else:
         # The CPU has no product of half-precision matrices with a float32 result.
-        buffer += grad.T @ inputs
+        buffer.addmm_(grad.T.to(buffer.dtype), inputs.to(buffer.dtype))
 
 
 def wgrad_gemm_accum_fp16(inputs: Tensor, grad: Tensor, buffer: Tensor) -> None:

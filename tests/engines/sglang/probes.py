@@ -32,4 +32,4 @@ def check_derived(model: Any) -> None:
 
 if __name__ == "__main__":
     host.LOADER = LOADER
-    engine_host.main(host.create)
+    engine_host.main(host.create, "sglang.srt.entrypoints.engine")

@@ -175,6 +175,9 @@ def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     columns = columns.clamp(max=weights.shape[-1] - 1)  # the product can round up to the total itself
     # A parallel cumsum need not be exactly monotonic: a column without weight must never be drawn.
     has_weight = weights.gather(-1, columns) > 0
+    # GPU: the second result is always computed, since a test would wait for the device.
+    # GPU-TEST: none
+    # GPU-RAN: not yet
     if weights.device.type == "cpu" and bool(has_weight.all()):  # the best column takes as long as the cumsum
         return columns
     return torch.where(has_weight, columns, weights.argmax(dim=-1, keepdim=True))
