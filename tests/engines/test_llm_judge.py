@@ -94,7 +94,9 @@ def test_score_many_too_long_question_gets_no_verdict(model):
 
 def test_score_many_family_without_a_bound_of_positions_answers(tmp_path):
     make_tiny_model(tmp_path, "qwen2", seed=1)
-    config = CONFIG_MAPPING["mamba"](vocab_size=512, hidden_size=16, state_size=4, num_hidden_layers=1)
+    vocab = len(AutoTokenizer.from_pretrained(tmp_path))  # other tokens have no text
+    config = CONFIG_MAPPING["mamba"](vocab_size=vocab, hidden_size=16, state_size=4, num_hidden_layers=1)
+    torch.manual_seed(0)
     MambaForCausalLM(config).save_pretrained(tmp_path)
     judge = LLMJudge("{response}", "(?s)()", model=tmp_path, max_new_tokens=2, device="cpu", dtype="float32")
     texts = judge._generate(["a" * 3000])
