@@ -101,10 +101,12 @@ def test_sample_writer_limit_and_files_of_further_ranks(ranks, inputs, tmp_path)
     stale = tmp_path / "some" / "samples" / "000001" / "rank-7.parquet"
     stale.parent.mkdir(parents=True)
     stale.write_bytes(b"")
+    part = stale.with_name(".123.rank-1.parquet")  # of a process that was killed
+    part.write_bytes(b"PAR1")
     ranks.run(2, job, "remax", inputs, tmp_path / "some", ["record.samples_per_rank=7"])
     # The first rank has four rows and two greedy ones, the second six and three.
     assert [row["call"] for row in samples_of(tmp_path / "some", 1)] == [0] * 4 + [1] * 2 + [0] * 6 + [1]
-    assert not stale.exists()
+    assert not stale.exists() and not part.exists()
     ranks.run(2, job, "grpo", inputs, tmp_path / "none", ["record.samples_per_rank=0"])
     assert not (tmp_path / "none" / "samples").exists()
 

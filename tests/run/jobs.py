@@ -82,7 +82,7 @@ def lines_of(output: Path) -> dict[int, dict[str, float]]:
 
 
 def samples_of(output: Path, iteration: int) -> list[dict[str, Any]]:
-    files = sorted((output / "samples" / f"{iteration:06d}").glob("*.parquet"))
+    files = sorted((output / "samples" / f"{iteration:06d}").glob("rank-*.parquet"))
     return [row for file in files for row in parquet.read_table(file).to_pylist()]
 
 

@@ -55,7 +55,7 @@ def test_kill_in_any_phase_changes_no_metric(run, tmp_path):
 
 
 def samples_of(run: Path) -> dict[tuple[int, int], tuple[list[int], list[bool], float]]:
-    rows = [row for file in (run / "samples").rglob("*.parquet") for row in parquet.read_table(file).to_pylist()]
+    rows = [row for file in (run / "samples").rglob("rank-*.parquet") for row in parquet.read_table(file).to_pylist()]
     return {(row["iteration"], row["sample_id"]): (row["tokens"], row["loss_mask"], row["reward"]) for row in rows}
 
 
@@ -67,13 +67,14 @@ def test_kill_while_agents_run_changes_no_sample_and_no_loss(run, tmp_path):
     killed.parent.mkdir()
     plan = killed.parent / "kill.json"
     for iteration, delay in ((2, 0.01), (3, 0.1)):
-        plan.write_text(json.dumps({"iteration": iteration, "delay": delay}))
+        plan.write_text(json.dumps({"iteration": iteration, "delay": delay, "pause": 0}))
         with pytest.raises(RankError, match="the process died"):
             run(killed, 4, GRPO, settings)
     plan.unlink()
     run(killed, 4, GRPO, settings)
     samples = samples_of(whole)
     assert samples_of(killed) == samples and len(samples) == 4 * 24
+    assert not [*(killed / "samples").rglob(".*")]  # parts of files that the killed processes wrote
     losses = [[line["actor/loss"] for line in metrics_of(folder)] for folder in (killed, whole)]
     # Requests that arrive together are computed together, which changes the last digit of their log-probs.
     assert losses[0] == pytest.approx(losses[1], abs=1e-5) and any(losses[0])

@@ -82,6 +82,8 @@ class SampleWriter:
         file = file_of(iteration_folder(self._folder, iteration), self._rank)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
+            for part in file.parent.glob(f".*.{file.name}"):
+                part.unlink()  # of a process that was killed while it wrote
             with replacing(file) as hidden:
                 self._write(hidden, iteration, records, trained_batches)
             if self._rank == 0:
