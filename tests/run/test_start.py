@@ -8,7 +8,8 @@ from tests.helpers.launched import finished
 from tests.run.jobs import make_inputs
 
 HEAVY = {
-    *("accelerate", "datasets", "scipy", "sglang", "sklearn", "vllm", "wandb", "torch._dynamo", "torch._inductor"),
+    *("accelerate", "datasets", "pandas", "scipy", "sglang", "sklearn", "vllm", "wandb"),
+    *("torch._dynamo", "torch._inductor"),
     *("torchvision.datasets", "torchvision.models", "transformers.models.auto.image_processing_auto"),
 }
 """Packages that cost tenths of a second, or tens of MiB, and that no rank needs to train."""
@@ -19,7 +20,7 @@ def recorded(tmp_path_factory):
     inputs = make_inputs(tmp_path_factory.mktemp("inputs"))
     words = [
         *("train", "grpo", f"model.path={inputs / 'model'}", f"data.train={inputs / 'sums.jsonl'}"),
-        *("job.iterations=1", "job.save=false", "checkpoint.every=0", "rollout.max_new_tokens=6"),
+        *("job.iterations=3", "job.save=false", "checkpoint.every=0", "rollout.max_new_tokens=56"),
         *("algorithm.prompts_per_iteration=2", "algorithm.group_size=2", "reward.function=verl_mg.rewards.exact:score"),
         *(f"job.output={tmp_path_factory.mktemp('run') / 'run'}", "job.console=false"),
     ]

@@ -5,15 +5,18 @@
 
 With `--draw`, five sizes that the seed draws, each number log-uniform and independent of the others (`RANGES`), instead
 of the given one; a draw that would take TRL more than `LIMIT` seconds by its FLOPs is drawn again before anything runs.
+Small ones count several iterations (`COUNTED`).
 
 Both use the same tiny model, prompts, group size, temperature, limit of tokens, loss (GRPO, no KL) and optimizer, with
 one step per iteration, without a pass for old log-probs; each draws its samples itself. Lengths have a heavy tail: most
 responses end early, some at the limit. Both get `--threads` threads, as that many ranks with one thread each or as one
-process with all of them; the better variant of each counts. end_to_end_trl.py explains TRL's settings
-(tools/install/peers.sh installs TRL).
+process with all of them; each form is compared with the same form of TRL, and with the faster one.
+end_to_end_trl.py explains TRL's settings (tools/install/peers.sh installs TRL).
 
-A run is a separate process tree, whose lines "step N" are timed by the reader. The first iteration is a warm-up; the
-others count completely, with rollout, training and logging. tokens/s: response tokens that a loss was computed on.
+A run is a separate process tree. The first iteration is a warm-up; the others count completely, with rollout, training
+and logging, by the reader's clock from line "step 1" to the last. This project prints a line while the next iteration
+generates: where the metrics' own seconds of the counted iterations are more, they count. tokens/s: response tokens
+that a loss was computed on.
 Memory: peak memory of all processes of the tree, launcher included, without files that the kernel could drop, a page
 that several processes share counted once (Pss_Anon + Pss_Shmem, sampled). Processor: CPU seconds of the tree, which
 other work on the machine changes less than wall-clock seconds. Medians over the rounds.
@@ -67,7 +70,9 @@ MULTIPLES = {"hidden": 16, "prompts": 2}  # 4 heads of an even width, and an equ
 LIMIT = 60.0
 """Seconds of an iteration: both variants of a side, with a warm-up and a counted iteration each, take four minutes."""
 RATE = 2e10
-"""FLOP/s of TRL with two threads, for `LIMIT`."""
+"""FLOP/s of TRL with two threads, for `LIMIT` and `COUNTED`."""
+COUNTED = (10.0, 5)
+"""Seconds of TRL by its FLOPs for which a drawn size counts iterations, and the largest number of them."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,12 @@ class Size:
         """Seconds of an iteration of TRL, which computes all rows to the longest: a forward pass, then an update."""
         parameters = 12 * self.layers * self.hidden**2 + self.vocabulary * self.hidden
         return 8 * parameters * self.prompts * self.group * self.tokens / RATE
+
+    @property
+    def iterations(self) -> int:
+        """Iterations that are counted."""
+        seconds, most = COUNTED
+        return min(max(round(seconds / self.seconds), 1), most)
 
     @classmethod
     def draw(cls, random: random.Random) -> Size:
@@ -123,10 +134,16 @@ class Run:
     """Seconds of generation."""
     lengths: list[int]
     """Length of each response, in tokens."""
+    reported: float = 0.0
+    """Seconds of the iterations by the program's own clock, where it has one."""
+
+    @property
+    def seconds(self) -> float:
+        return max(self.watched.seconds, self.reported)
 
     @property
     def rate(self) -> float:
-        return sum(self.lengths) / self.watched.seconds
+        return sum(self.lengths) / self.seconds
 
     @property
     def rate_of_processor(self) -> float:
@@ -146,7 +163,9 @@ def main() -> None:
         sizes = [Size.draw(draw) for _ in range(SIZES)]
     for size in sizes:
         print(f"\n{size}", flush=True)
-        compare(size, options.rounds or (3 if options.draw is None else 1), options.iterations, options.threads)
+        drawn = options.draw is not None
+        iterations = size.iterations if drawn else options.iterations
+        compare(size, options.rounds or (1 if drawn else 3), iterations, options.threads)
 
 
 def compare(size: Size, rounds: int, iterations: int, threads: int) -> None:
@@ -232,7 +251,8 @@ def run_verl_mg(folder: Path, place: Path, work: Workload, ranks: int, threads: 
     lengths = [len(record["response"]) + (record["finish"] == "stop") for record in samples]
     reported = sum(line["response/length"] * line["response/samples"] for line in counted)
     assert abs(sum(lengths) - reported) < 0.5, f"the text has {sum(lengths)} tokens, the metrics {reported}"
-    return Run(watched, sum(line["time/rollout_busy"] for line in counted), lengths)
+    generation, seconds = (sum(line[f"time/{name}"] for line in counted) for name in ("rollout_busy", "iteration"))
+    return Run(watched, generation, lengths, seconds)
 
 
 def run_trl(folder: Path, place: Path, work: Workload, ranks: int, threads: int) -> Run:
@@ -336,7 +356,7 @@ def line_of(name: str, runs: Sequence[Run], work: Workload) -> str:
     seconds, processor, generation, peak = (
         statistics.median(values)
         for values in zip(
-            *((r.watched.seconds, r.watched.processor, r.generation, r.watched.peak_bytes) for r in runs), strict=True
+            *((r.seconds, r.watched.processor, r.generation, r.watched.peak_bytes) for r in runs), strict=True
         )
     )
     each = work.iterations - 1
@@ -351,19 +371,20 @@ def line_of(name: str, runs: Sequence[Run], work: Workload) -> str:
 
 
 def _compare(runs: dict[str, list[Run]]) -> None:
-    def best(side: str) -> str:
-        names = [name for name in runs if name.startswith(side)]
-        return max(names, key=lambda name: statistics.median(run.rate for run in runs[name]))
-
-    ours, theirs = best("verl_mg"), best("TRL")
-    pairs = list(zip(runs[ours], runs[theirs], strict=True))
-    rate = statistics.median(our.rate / other.rate for our, other in pairs)
-    processor = statistics.median(our.rate_of_processor / other.rate_of_processor for our, other in pairs)
-    memory = statistics.median(our.watched.peak_bytes / other.watched.peak_bytes for our, other in pairs)
-    print(
-        f"{ours} against {theirs}: {rate:.2f} times the tokens/s, {processor:.2f} times the tokens a second of "
-        f"processor, {memory:.2f} times the peak memory"
-    )
+    """Prints the ratios of each form of this project to the same form of TRL, and to the faster one."""
+    forms = list(dict.fromkeys(name.partition(", ")[2] for name in runs))
+    fastest = max(forms, key=lambda form: statistics.median(run.rate for run in runs[f"TRL, {form}"]))
+    for form in forms:
+        for other in dict.fromkeys((form, fastest)):
+            pairs = list(zip(runs[f"verl_mg, {form}"], runs[f"TRL, {other}"], strict=True))
+            rate = statistics.median(our.rate / their.rate for our, their in pairs)
+            processor = statistics.median(our.rate_of_processor / their.rate_of_processor for our, their in pairs)
+            memory = statistics.median(our.watched.peak_bytes / their.watched.peak_bytes for our, their in pairs)
+            print(
+                f"verl_mg, {form} to TRL, {other}{' (the faster one)' * (other == fastest)}: {rate:.2f} times the "
+                f"tokens/s, {processor:.2f} times the tokens a second of processor, {memory:.2f} times the peak memory",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from torch import Tensor
 from verl_mg.batch import COUNTED_BY, Batch, ColumnKind
 from verl_mg.engines.trajectory import without_agent
 from verl_mg.jsonl import replacing
+from verl_mg.monitor.arrow_arrays import lists, maps, numbers, texts
 from verl_mg.monitor.sample_schema import COLUMN as IMAGES
 from verl_mg.monitor.sample_schema import (
     COLUMN_RENAMES,
@@ -137,15 +138,19 @@ class SampleWriter:
             whole.put(_OTHER + name, column.values, column.kind)
         rows = whole.select(index)
         columns = {name: pa.nulls(len(rows), file_schema.field(name).type) for name in file_schema.names}
-        columns |= {"iteration": pa.array([iteration] * len(rows)), "call": pa.array([call] * len(rows), pa.int32())}
+        places = {"iteration": iteration, "call": call}
+        columns |= {
+            name: numbers(np.full(len(rows), place), file_schema.field(name).type) for name, place in places.items()
+        }
         columns |= {name: _array(rows, name, kind) for name, kind in NUMBERS.items() if name in rows}
         columns |= {name: _array(rows, name, pa.list_(kind)) for name, kind in TOKENS.items()}
-        columns |= self._texts(rows) | {CONVERSATION: pa.array(_conversations(record, index), pa.string())}
+        columns |= self._texts(rows) | {CONVERSATION: texts(_conversations(record, index))}
         if rows.images is not None:
             self._images.write(rows.images)
-            columns[IMAGES] = pa.array([[image.key for image in row] for row in rows.images], pa.list_(pa.string()))
+            keys = texts([image.key for row in rows.images for image in row])
+            columns[IMAGES] = lists([len(row) for row in rows.images], keys)
         masks = zip(rows["prompt_length"].tolist(), rows["loss_mask"].split(rows.lengths.tolist()), strict=True)
-        columns["turns"] = pa.array([_turns(start, mask[start:].numpy()) for start, mask in masks], TURNS)
+        columns["turns"] = _array_of_turns([_turns(start, mask[start:].numpy()) for start, mask in masks])
         for name, column in others.items():
             absent = None if column.present is None else ~column.present[index].numpy()
             columns[name] = _array(rows, _OTHER + name, file_schema.field(name).type, absent)
@@ -153,22 +158,16 @@ class SampleWriter:
 
     def _texts(self, rows: Batch) -> dict[str, pa.Array]:
         samples = [self._sample_texts.of_row(rows, row) for row in range(len(rows))]
-        texts: dict[str, list[Any]] = {name: [getattr(sample, name, None) for sample in samples] for name in TEXTS}
+        columns: dict[str, list[Any]] = {name: [getattr(sample, name, None) for sample in samples] for name in TEXTS}
         prompts = [self._sample_texts.prompts.by_id(prompt) for prompt in rows["prompt_id"].tolist()]
         # With what the template begins a reply, which is in the response too, as rewards see it.
-        texts |= {"prompt": [prompt.text for prompt in prompts], "source": [prompt.source for prompt in prompts]}
-        scores = {name.removeprefix(PART): rows[name].tolist() for name in _parts_of(rows)}
-        parts = [
-            [(name, values[row]) for name, values in scores.items() if values[row] == values[row]]  # not NaN
-            for row in range(len(rows))
-        ]
+        columns |= {"prompt": [prompt.text for prompt in prompts], "source": [prompt.source for prompt in prompts]}
         # Each distinct token becomes text once, not once for each of its places.
         distinct, which = rows["tokens"].unique(return_inverse=True)
-        vocabulary = pa.array([self._piece(token) for token in distinct.tolist()], pa.string())
-        pieces = vocabulary.take(pa.array(which.numpy()))
-        return {name: pa.array(texts[name], pa.string()) for name in TEXTS} | {
-            "parts": pa.array(parts, PARTS),
-            "pieces": pa.ListArray.from_arrays(_offsets(rows.lengths), pieces),
+        pieces = texts([self._piece(token) for token in distinct.tolist()]).take(numbers(which.numpy()))
+        return {name: texts(column) for name, column in columns.items()} | {
+            "parts": _parts(rows),
+            "pieces": lists(rows.lengths.numpy(), pieces),
         }
 
     def _piece(self, token: int) -> str:
@@ -269,31 +268,42 @@ def _parts_of(batch: Batch) -> list[str]:
     return [name for name in batch.names() if name.startswith(PART)]
 
 
+def _parts(rows: Batch) -> pa.MapArray:
+    scores = {name.removeprefix(PART): rows[name].tolist() for name in _parts_of(rows)}
+    parts = [
+        [(name, values[row]) for name, values in scores.items() if values[row] == values[row]]  # not NaN
+        for row in range(len(rows))
+    ]
+    every = [entry for row in parts for entry in row]
+    values = numbers(np.array([value for _, value in every]), PARTS.item_type)
+    return maps([len(row) for row in parts], texts([name for name, _ in every]), values)
+
+
 def _array(rows: Batch, name: str, kind: pa.DataType, absent: np.ndarray | None = None) -> pa.Array:
     """Returns a column as it is in the file, null in the rows `absent`."""
     values = rows[name].detach().cpu()
     # NumPy has no bfloat16.
-    numbers = (values.float() if values.dtype.is_floating_point else values).numpy().reshape(-1)
+    entries = (values.float() if values.dtype.is_floating_point else values).numpy().reshape(-1)
     if not pa.types.is_list(kind):
-        return pa.array(numbers, mask=absent).cast(kind)
-    offsets = _offsets(rows.counts(rows.kind(name)) * int(np.prod(values.shape[1:])))
-    entries = pa.array(numbers).cast(kind.value_type)
-    return pa.ListArray.from_arrays(offsets, entries, mask=None if absent is None else pa.array(absent))
+        return numbers(entries, kind, absent)
+    lengths = rows.counts(rows.kind(name)) * int(np.prod(values.shape[1:]))
+    return lists(lengths.numpy(), numbers(entries, kind.value_type), absent)
 
 
-def _offsets(lengths: Tensor) -> pa.Array:
-    return pa.array(np.concatenate([[0], lengths.numpy().cumsum()]), pa.int32())
-
-
-def _turns(start: int, generated: np.ndarray) -> list[dict[str, Any]]:
+def _turns(start: int, generated: np.ndarray) -> list[tuple[str, int, int]]:
     """Returns the ranges of a response by the policy or by tools: of 2 and T T F, 2 to 4 and 4 to 5."""
     if not len(generated):
         return []
     edges = [0, *(np.flatnonzero(np.diff(generated)) + 1).tolist(), len(generated)]
-    return [
-        {"by": "policy" if generated[begin] else "tool", "start": start + begin, "end": start + end}
-        for begin, end in pairwise(edges)
-    ]
+    return [("policy" if generated[begin] else "tool", start + begin, start + end) for begin, end in pairwise(edges)]
+
+
+def _array_of_turns(rows: Sequence[Sequence[tuple[str, int, int]]]) -> pa.ListArray:
+    turns = [turn for row in rows for turn in row]
+    by, *ends = zip(*turns, strict=True) if turns else ((), (), ())
+    columns = [texts(by), *(numbers(np.array(column, np.int32)) for column in ends)]
+    entries = pa.StructArray.from_arrays(columns, fields=list(TURNS.value_type))
+    return lists([len(row) for row in rows], entries)
 
 
 def _delete_files_of_further_ranks(folder: Path, ranks: int) -> None:

@@ -203,6 +203,10 @@ class _ReadsValues(TorchDispatchMode):
         super().__init__()
         self.any = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to exclude it torch imports its compiler
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
