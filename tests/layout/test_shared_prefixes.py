@@ -62,12 +62,19 @@ def test_join_groups_on_one_rank_computes_each_token_once(steps):
     assert len(units) == len({links.path(row)[0] for row in range(len(rows))})
 
 
-@pytest.mark.parametrize(("prefix", "units"), [(1000, 1), (10, 4)])
+@pytest.mark.parametrize(("prefix", "units"), [(1000, 1), (10, 8)])
 def test_join_groups_divides_a_tree_unless_its_prefix_is_long(prefix, units):
     """One trajectory of 8 rows on 4 ranks: each row adds 100 tokens to the prefix."""
     links = PrefixLinks([prefix + 100] * 8, [0] * 8, [0] + [prefix] * 7)
     found = join_groups([[row] for row in range(8)], links, lambda n, s: n - s, FLOPS, 4, 10**6)
     assert len(found) == units
+
+
+def test_links_of_prompts_are_to_the_first_row_that_has_no_other_parent():
+    prompts = [(7, 3), (8, 3), (7, 3), (7, 4), (7, 3), (0, 0), (0, 0)]
+    links = PrefixLinks.from_columns(range(7), [10] * 7, [0, 1, 2, 3, 2, 5, 6], [0, 0, 0, 0, 5, 0, 0], prompts)
+    assert links.parents == [0, 1, 0, 3, 2, 5, 6] and links.shared == [0, 0, 3, 0, 5, 0, 0]
+    assert links.saved == 8 / 70
 
 
 def test_join_groups_keeps_pairs_together():

@@ -38,6 +38,26 @@ def sharing_rows(vocab: int, seed: int = 0) -> Batch:
     return batch
 
 
+# Tokens of each prompt, and of the responses of its samples.
+SAMPLED = ((9, (4, 7, 1, 0)), (1, (3, 5)), (14, (2, 6, 6)), (14, (5,)))
+
+
+def sampled_rows(vocab: int) -> Batch:
+    """Rows of samples of several prompts, with the columns of an update; the last two differ in their last token."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(1, vocab, (count,), generator=generator) for count, _ in SAMPLED]
+    prompts[3] = torch.cat([prompts[2][:-1], prompts[2][-1:] % (vocab - 1) + 1])
+    pairs = [(prompt, count) for prompt, (_, counts) in zip(prompts, SAMPLED, strict=True) for count in counts]
+    rows = [[*prompt.tolist(), *torch.randint(1, vocab, (n,), generator=generator).tolist()] for prompt, n in pairs]
+    batch = Batch.from_rows(rows)
+    batch["sample_id"] = torch.arange(len(rows))
+    batch["prompt_length"] = torch.tensor([len(prompt) for prompt, _ in pairs])
+    batch["loss_mask"] = batch.positions >= batch.expand_to_tokens(batch["prompt_length"])
+    for name in ("advantages", "noise"):
+        batch[name] = torch.randn(batch.total_tokens, generator=generator)
+    return batch
+
+
 def sharing_micro_batch(vocab: int) -> Batch:
     """The same rows as one micro-batch, in which shared tokens are computed once."""
     batch = sharing_rows(vocab)

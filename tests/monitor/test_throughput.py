@@ -75,14 +75,15 @@ def test_throughput_counts_tokens_that_segments_repeat_once():
 
 
 def counted(inputs, layout):
-    """Rates of a GRPO iteration of two epochs with a peak of 1 TFLOP/s, and the lengths of all rows."""
+    """Rates of a GRPO iteration of two epochs with a peak of 1 TFLOP/s, and the tokens and the prompts of all rows."""
     recipe = load_recipe("recipes/grpo.py")
     common = [
         *files_of(inputs, inputs / "run"),
         f"reward.function={inputs / 'reward.py'}:score",
         "rollout.max_new_tokens=5",
         "rollout.max_mismatch=null",  # whose pass is in the rate too
-        "actor.tokens_per_micro_batch=64",
+        "actor.tokens_per_micro_batch=512",
+        "reference.tokens_per_micro_batch=512",
         f"actor.layout={layout}",
         f"reference.layout={layout}",
         "algorithm.num_epochs=2",
@@ -93,20 +94,23 @@ def counted(inputs, layout):
     throughput = Throughput([run.actor.runner, run.reference.runner])
     run.begin(1)
     dict(recipe.iteration(run, config.algorithm))
-    lengths: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(lengths, [n for batch in run.rollout.train_batches for n in batch.lengths.tolist()])
+    (batch,) = run.rollout.train_batches
+    tokens = [row.tolist() for row in batch["tokens"].split(batch.lengths.tolist())]
+    prompts = [tuple(row[:n]) for row, n in zip(tokens, batch["prompt_length"].tolist(), strict=True)]
+    every: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, list(zip(map(len, tokens), prompts, strict=True)))
     counts = throughput.take(run.rollout.train_batches), throughput.take([])
     metrics, again = (rates(all_gather_json(taken), 2.0, 1e12) for taken in counts)
     run.close()
-    return metrics, again, [n for own in lengths for n in own]
+    return metrics, again, [row for own in every for row in own]
 
 
 @pytest.mark.parametrize(
     ("layout", "ranks_of"),
     [
-        pytest.param("tp1", 2, marks=pytest.mark.nightly),
+        pytest.param("tp1", 1, marks=pytest.mark.nightly),
         ("tp2-pp2", 4),
-        ("cp2", 4),
+        ("cp2", 2),
         pytest.param("pp2-vpp2", 2, marks=pytest.mark.nightly),
     ],
 )
@@ -114,12 +118,16 @@ def test_throughput_counts_every_token_once_in_any_layout(ranks, inputs, layout,
     reported = ranks.run(ranks_of, counted, inputs, layout)
     table = weight_table(read_config(inputs / "model"))
     rows = row_flops(table.config, table.tensor_index)
-    for metrics, again, lengths in reported:
+    for metrics, again, sampled in reported:
+        lengths, prompts = zip(*sampled, strict=True)
         assert len(lengths) == 24
+        # The first sample of a prompt computes it for the others.
+        shared = [len(prompt) if prompt in prompts[:row] else 0 for row, prompt in enumerate(prompts)]
+        assert sum(shared) > sum(lengths) / 10
         assert metrics["time/tokens_per_second"] == pytest.approx(sum(lengths) / 2.0)
         assert metrics["time/tokens_per_second_per_rank"] == pytest.approx(sum(lengths) / 2.0 / ranks_of)
         # Two epochs of training, one pass of the actor for old log-probs, one of the reference.
-        flops = 2 * model_flops(rows, lengths, True) + 2 * model_flops(rows, lengths, False)
+        flops = sum(2 * model_flops(rows, lengths, learns, shared=shared) for learns in (True, False))
         assert metrics["time/mfu"] == pytest.approx(flops / (2.0 * ranks_of * 1e12))
         assert again["time/tokens_per_second"] == again["time/mfu"] == 0
 

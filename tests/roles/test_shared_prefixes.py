@@ -5,7 +5,7 @@ import torch
 
 from tests.helpers.tiny_models import oracle, oracle_outputs
 from tests.megatron.layout_models import ModelFolders
-from tests.megatron.shared_rows import positions_computed_once, sharing_rows
+from tests.megatron.shared_rows import SAMPLED, positions_computed_once, sampled_rows, sharing_rows
 from tests.roles.updates import TEMPERATURE, assert_same, passes
 from verl_mg.config import LoraConfig, MegatronConfig
 from verl_mg.layout import Layout, Placement
@@ -58,9 +58,9 @@ def flops_of_tokens(model):
     return sum(flops.per_token + flops.per_pair * (2 * position + 1) for position in positions_computed_once())
 
 
-def check_sharing(ranks, count, arguments, kind=Actor, options=()):
+def check_sharing(ranks, count, arguments, kind=Actor, options=(), rows=sharing_rows):
     """What `passes` returns of rows that share prefixes and of whole rows: the same, but from fewer tokens."""
-    batch = sharing_rows(read_config(arguments[0]).vocab)
+    batch = rows(read_config(arguments[0]).vocab)
     shared, whole = (ranks.run(count, passes, *arguments, batch, on, kind, options) for on in (True, False))
     assert_same(shared, whole)
     assert sum(result[4] for result in shared) < sum(result[4] for result in whole)
@@ -85,6 +85,15 @@ def test_update_and_logprobs_of_shared_prefixes_equal_those_of_whole_rows(
             assert torch.allclose(output, expected[row], atol=1e-4)
 
 
+@pytest.mark.parametrize(("layout", "count"), [("tp1", 1), pytest.param("tp1", 2, marks=pytest.mark.nightly)])
+def test_update_and_logprobs_of_samples_compute_the_prompt_of_a_group_once(ranks, models, layout, count):
+    shared, whole = check_sharing(ranks, count, (models["dense"], layout, ROOMY), rows=sampled_rows)
+    tokens = [sum(result[4] for result in results) for results in (shared, whole)]
+    assert tokens[1] == sum(len(responses) * prompt + sum(responses) for prompt, responses in SAMPLED)
+    if count == 1:  # the sample without a response computes its prompt too
+        assert tokens[0] == sum(prompt + sum(responses) for prompt, responses in SAMPLED) + SAMPLED[0][0]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["tp1", "pp2"])
 def test_update_and_values_of_shared_prefixes_equal_those_of_whole_rows(ranks, models, layout):
@@ -106,15 +115,14 @@ def test_can_share_prefixes_depends_on_ranks_and_prescribed_experts(
     ranks, models, layout, dynamic, fields, model, columns, expected
 ):
     for sharing in ranks.run(2, sharing_on, models[model], layout, dynamic, fields, columns):
-        assert sharing == (expected, False)
+        assert sharing == expected
 
 
 def sharing_on(model, layout, dynamic, fields, columns):
-    """Whether a model shares the prefixes of rows with and without the columns of prefixes."""
+    """Whether a model shares the prefixes of rows with these columns."""
     groups = ParallelGroups(Placement.on(Layout.parse(layout), 2), dynamic_cp=dynamic)
     runner = MegatronRunner(ModelSpec(model, torch.float32, megatron=MegatronConfig(transformer=fields)), groups)
-    with_prefixes = {"tokens", "prefix_of", "prefix_length", *columns}
-    return tuple(can_share_prefixes(runner, names) for names in (with_prefixes, {"tokens", *columns}))
+    return can_share_prefixes(runner, {"tokens", *columns})
 
 
 @pytest.mark.nightly

@@ -1,6 +1,7 @@
 """Prefixes that rows share, and rows that share them together in micro-batches.
 
-A row may repeat the first tokens of an earlier one, its parent; so the rows form trees.
+A row may repeat the first tokens of an earlier one, its parent; so the rows form trees. Samples of a prompt repeat the
+prompt of the first of them, segments of an agent's sample what an earlier segment has.
 
     row 0    a b c d e
     row 1    a b c x y      3 tokens of row 0
@@ -18,6 +19,8 @@ from dataclasses import dataclass, field
 
 Shared = dict[int, tuple[int, int]]
 """{row: (row of the same micro-batch, number of first tokens that it computes for the row)}."""
+UNITS_OF_RANK = 4
+"""Units of a rank's share of the work, at least, where joining saves less than half of it."""
 RowAmount = Callable[[int, int], float]
 """(tokens of a row, how many of its first tokens another row computes) -> work or memory of the row."""
 
@@ -33,16 +36,33 @@ class PrefixLinks:
 
     @classmethod
     def from_columns(
-        cls, sample_ids: Sequence[int], lengths: Sequence[int], prefix_of: Sequence[int], prefix_length: Sequence[int]
+        cls,
+        sample_ids: Sequence[int],
+        lengths: Sequence[int],
+        prefix_of: Sequence[int],
+        prefix_length: Sequence[int],
+        prompts: Sequence[tuple[int, int]] = (),
     ) -> PrefixLinks:
-        """Returns the links that columns of a batch describe; rows whose parent is not in the batch have none."""
+        """Returns the links that columns of a batch describe, to a row whose parent is in the batch.
+
+        Of other rows, those with equal `prompts`, (digest, tokens), are linked to the first of them; 0 tokens are none.
+        """
         rows = {sample_id: row for row, sample_id in enumerate(sample_ids)}
         parents, shared = list(range(len(lengths))), [0] * len(lengths)
         for row, (sample_id, count) in enumerate(zip(prefix_of, prefix_length, strict=True)):
             parent = rows.get(sample_id, row)
             if parent < row and count > 0:
                 parents[row], shared[row] = parent, min(count, lengths[row], lengths[parent])
+        first: dict[tuple[int, int], int] = {}
+        for row, prompt in enumerate(prompts):
+            if prompt[1] and parents[row] == row and (other := first.setdefault(prompt, row)) != row:
+                parents[row], shared[row] = other, prompt[1]
         return cls(lengths, parents, shared)
+
+    @property
+    def saved(self) -> float:
+        """Share of all tokens that another row computes where all rows are in one micro-batch."""
+        return sum(self.shared) / max(sum(self.lengths), 1)
 
     def ancestors(self, row: int) -> Iterator[int]:
         """Yields a row, its parent, and so on to the root of its tree."""
@@ -117,8 +137,8 @@ def join_groups(
     groups: Sequence[Sequence[int]], links: PrefixLinks, tokens: RowAmount, cost: RowAmount, ranks: int, budget: int
 ) -> list[Unit]:
     """Joins groups of rows that must share a micro-batch and share prefixes with others, in the order of the trees."""
-    # A unit ends at the budget. It also ends where it has the work of a rank's share, so that no rank is idle, unless
-    # the next group saves most of its work by joining.
+    # A unit ends at the budget. On several ranks it also ends at a part of a rank's share of the work, so that ranks
+    # get equal work, unless the next group saves most of its work by joining.
 
     def unit(rows: Sequence[int], present: SharingRows | None = None) -> Unit:
         """Returns rows with the tokens and the work that they add to those present."""
@@ -127,12 +147,13 @@ def join_groups(
 
     everything = SharingRows.of(links, (row for group in groups for row in group))
     shared = [(row, everything.shared.get(row, (row, 0))[1]) for group in groups for row in group]
-    rank_share = sum(cost(links.lengths[row], count) for row, count in shared) / ranks
+    work = sum(cost(links.lengths[row], count) for row, count in shared)
+    limit = work / ranks / UNITS_OF_RANK if ranks > 1 else math.inf
     units: list[Unit] = []
     packed, tree = SharingRows(links), -1
     for path, group in sorted((links.path(group[0]), group) for group in groups):
         alone, joining = unit(group), unit(group, packed)
-        if path[0] == tree and _joins(units[-1], joining, alone, rank_share, budget):
+        if path[0] == tree and _joins(units[-1], joining, alone, limit, budget):
             last = units.pop()
             units.append(Unit(last.rows + joining.rows, last.tokens + joining.tokens, last.cost + joining.cost))
         else:
@@ -143,8 +164,7 @@ def join_groups(
     return units
 
 
-def _joins(unit: Unit, joining: Unit, alone: Unit, rank_share: float, budget: int) -> bool:
+def _joins(unit: Unit, joining: Unit, alone: Unit, limit: float, budget: int) -> bool:
     if unit.tokens + joining.tokens > budget:
         return False
-    # A unit with the work of a rank's share grows only where joining saves half of a group's work or more.
-    return unit.cost < rank_share or joining.cost <= alone.cost / 2
+    return unit.cost + joining.cost <= limit or joining.cost <= alone.cost / 2

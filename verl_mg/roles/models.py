@@ -132,8 +132,7 @@ class TrainableRole(Role):
         whole = index.row_groups_by_trajectory
         cuts = torch.arange(len(whole)).tensor_split(min(count, max(len(whole), 1)))
         row_groups = [[group for i in cut.tolist() for group in whole[i]] for cut in cuts]
-        links = self._prefix_links(batch, index)
-        plans = [self.plan_micro_batches(index, groups, links) for groups in row_groups]
+        plans = [self.plan_micro_batches(index, groups) for groups in row_groups]
         every = self.gather_micro_batches(batch, index, plans)
         # With one row per trajectory, a row's own tokens are its trajectory's.
         if len(set(index.trajectories)) < len(index):

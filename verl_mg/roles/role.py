@@ -13,17 +13,17 @@ from torch import Tensor
 
 from verl_mg.batch import SELECTED_KEYS, SELECTION_SIZES, SUPPORT_IDS, SUPPORT_SIZES, Batch, ColumnKind
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
-from verl_mg.distributed.collectives import all_gather_bytes
 from verl_mg.errors import UserError
 from verl_mg.layout import Stage
 from verl_mg.layout.packing import MicroBatchPlan, plan_by_length, plan_evenly
-from verl_mg.layout.shared_prefixes import PrefixLinks, Shared, SharingRows, Unit, join_groups
+from verl_mg.layout.shared_prefixes import Shared, SharingRows, Unit, join_groups
 from verl_mg.megatron.routing import check_routed_experts
 from verl_mg.models.flops import key_share, row_flops
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.roles.context import JobContext
 from verl_mg.rows.dispatch import gather_rows, scatter_column
-from verl_mg.rows.plan import INDEXED_COLUMNS, ColumnPart, ColumnSchema, Fingerprint, RowIndex
+from verl_mg.rows.fingerprint import Fingerprint
+from verl_mg.rows.plan import INDEXED_COLUMNS, ColumnPart, ColumnSchema, RowIndex
 from verl_mg.sharding.model_table import Head
 from verl_mg.training.logprobs import LOGPROBS, TokenOutputs
 from verl_mg.training.microbatch import ROUTED_EXPERTS, SHARED_TOKENS, SHARED_WITH, TEACHER_TOP
@@ -32,7 +32,8 @@ from verl_mg.training.routed_experts import replayed_layers
 from verl_mg.training.runner import Runner
 from verl_mg.training.selected_keys import check_selected_keys, selecting_layers
 
-PREFIX_COLUMNS = ("prefix_of", "prefix_length")
+LEAST_SAVED = 0.1
+"""Share of a batch's tokens for which prefixes are shared: attention over shared ones has more to start and to copy."""
 
 
 def can_share_prefixes(runner: Runner, columns: Container[str]) -> bool:
@@ -40,26 +41,9 @@ def can_share_prefixes(runner: Runner, columns: Container[str]) -> bool:
     # Prescribed experts and keys may differ between rows for the same token. Context-parallel ranks that exchange keys
     # and values have two chunks of a sequence each; other context-parallel ranks may share a row in numbers that depend
     # on its length.
-    if not all(name in columns for name in PREFIX_COLUMNS):
-        return False
     config = runner.table.config
     prescribed = (ROUTED_EXPERTS in columns and config.experts) or (SELECTED_KEYS in columns and config.indexer)
     return runner.can_share_prefixes and not prescribed
-
-
-def gather_links(batch: Batch, index: RowIndex) -> PrefixLinks:
-    """Returns the prefixes that the rows of a batch share, by row number; all ranks call it together."""
-    names = ("sample_id", *PREFIX_COLUMNS)
-    rows = torch.empty(0, len(names), dtype=torch.int64)
-    if len(batch):  # a rank without rows may have columns of other types
-        rows = torch.stack([batch[name].long() for name in names], dim=1)
-    gathered = all_gather_bytes(rows.flatten().view(torch.uint8))
-    # A clone is aligned for the view as int64, which a slice of the received bytes need not be.
-    everything = torch.cat([part.clone().view(torch.int64) for part in gathered]).view(-1, len(names))
-    sample_ids, prefix_of, prefix_length = everything[everything[:, 0].argsort()].unbind(1)
-    # The index numbers rows in the order of their sample ids.
-    assert tuple(sample_ids.tolist()) == index.sample_ids
-    return PrefixLinks.from_columns(index.sample_ids, index.lengths, prefix_of.tolist(), prefix_length.tolist())
 
 
 def mark_shared(rows: Batch, numbers: Sequence[int], shared: Shared) -> Batch:
@@ -171,12 +155,11 @@ class Role:
         with self._context.timer("row_dispatch"):
             # Other columns need not travel; and calls that depend on the same columns share the transfer.
             further = () if outputs.likeliest is None else (outputs.likeliest,)
-            rows = batch.select_columns((*FORWARD_COLUMNS, *PREFIX_COLUMNS, *further))
+            rows = batch.select_columns((*FORWARD_COLUMNS, *further))
             if mask is not None:
                 rows["loss_mask"] = mask
             index = self._index(batch, rows)
-            links = self._prefix_links(batch, index)
-            plan = self.plan_micro_batches(index, [[row] for row in range(len(index))], links)
+            plan = self.plan_micro_batches(index, [[row] for row in range(len(index))])
             (micro_batches,) = self.gather_micro_batches(rows, index, [plan])
         name = f"{self.name}.{call}"
 
@@ -212,16 +195,15 @@ class Role:
             for seat, steps in enumerate(plan.rows)
         ]
 
-    def plan_micro_batches(
-        self, index: RowIndex, row_groups: Sequence[Sequence[int]], links: PrefixLinks | None = None
-    ) -> MicroBatchPlan:
+    def plan_micro_batches(self, index: RowIndex, row_groups: Sequence[Sequence[int]]) -> MicroBatchPlan:
         """Packs rows into micro-batches and assigns these to data-parallel and context-parallel ranks.
 
-        `row_groups` are rows of the index that must share a micro-batch. With `links` prefixes that rows share are
-        computed once in a micro-batch. The plan is the same on every rank.
+        `row_groups` are rows of the index that must share a micro-batch. Where that is possible and saves enough,
+        prefixes that rows share are computed once in a micro-batch. The plan is the same on every rank.
         """
-        layout, budget = self.runner.layout, self._batching.tokens_per_micro_batch
-        if links:
+        layout, budget, links = self.runner.layout, self._batching.tokens_per_micro_batch, index.links
+        shares = links.saved >= LEAST_SAVED and can_share_prefixes(self.runner, index.schema)
+        if shares:
             units = join_groups(row_groups, links, self._budgeted_tokens, self._flops, layout.dp, budget)
         else:
             lengths = [[index.lengths[row] for row in group] for group in row_groups]
@@ -237,7 +219,7 @@ class Role:
             """Returns the rows of a micro-batch, rows with equally many computed and shared tokens as neighbours."""
             # Attention by matrices computes such neighbours together, see `training.packed_attention`.
             rows = [row for unit in micro for row in units[unit].rows]
-            if links:
+            if shares:
                 shared.update(SharingRows.of(links, sorted(rows)).shared)
             return sorted(rows, key=lambda row: (shared.get(row, (row, 0))[1], index.lengths[row]))
 
@@ -246,13 +228,6 @@ class Role:
     def _budgeted_tokens(self, length: int, shared: int) -> float:
         """Returns the tokens of a row in a micro-batch: computed ones, and a share for the keys that it copies."""
         return length - shared + self._key_share * shared
-
-    def _prefix_links(self, batch: Batch, index: RowIndex) -> PrefixLinks | None:
-        """Returns the prefixes that rows share; None where rows are computed whole. All ranks call it together."""
-        if not can_share_prefixes(self.runner, index.schema):
-            return None
-        key = (Fingerprint(batch, ("sample_id", *PREFIX_COLUMNS)), PrefixLinks)
-        return self._context.executor.once(key, lambda: gather_links(batch, index))
 
     def _index(self, batch: Batch, rows: Batch) -> RowIndex:
         """Returns the index of a batch for the transfer of `rows`; the roles of a concurrent block share it."""

@@ -12,8 +12,9 @@ from verl_mg.batch import Batch, ColumnKind
 from verl_mg.errors import UserError
 from verl_mg.roles.context import JobContext
 from verl_mg.roles.models import Actor, Policy
-from verl_mg.roles.role import PREFIX_COLUMNS, SUPPORT_COLUMNS, ForwardPass
+from verl_mg.roles.role import SUPPORT_COLUMNS, ForwardPass
 from verl_mg.roles.teacher_rows import ReadingTeacher, Teacher
+from verl_mg.rows.plan import PREFIX_COLUMNS
 from verl_mg.training.logprobs import (
     LOGPROBS,
     OutputLayer,

@@ -21,6 +21,7 @@ column has 8 bytes a token. Ranks 0 and 1 are one node, ranks 2 and 3 another.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import struct
@@ -37,12 +38,19 @@ from torch import Tensor
 
 from verl_mg.batch import COUNTED_BY, Batch, ColumnKind
 from verl_mg.distributed.collectives import all_gather_bytes
+from verl_mg.layout.shared_prefixes import PrefixLinks
+from verl_mg.rows.fingerprint import Fingerprint
 
-INDEXED_COLUMNS = ("sample_id", "loss_mask", "pair", "trajectory", *COUNTED_BY.values())
+PREFIX_COLUMNS = ("prefix_of", "prefix_length")
+INDEXED_COLUMNS = (
+    *("tokens", "prompt_length", "sample_id", "loss_mask", "pair", "trajectory"),
+    *PREFIX_COLUMNS,
+    *COUNTED_BY.values(),
+)
 """Columns that the index of a batch depends on."""
-_FIELDS = 5 + len(COUNTED_BY)
-"""Integers that a rank sends for each row: sample id, length, scored tokens, group, trajectory, and the entries of each
-kind in COUNTED_BY."""
+_FIELDS = 9 + len(COUNTED_BY)
+"""Integers that a rank sends for each row: sample id, length, scored tokens, group, trajectory, prefix_of and
+prefix_length, digest and length of the prompt, and the entries of each kind in COUNTED_BY."""
 
 
 _HEAD = "<q?q"
@@ -91,6 +99,8 @@ class RowIndex:
     """Trajectory of each row; its sample id where the batch has no trajectories."""
     has_images: bool = False
     """Whether rows have images, on some rank."""
+    links: PrefixLinks = field(default_factory=lambda: PrefixLinks((), (), ()))
+    """Prefixes that the rows share."""
     counted: Mapping[ColumnKind, tuple[int, ...]] = field(default_factory=dict)
     """Entries of each row in a column of a kind in COUNTED_BY; none where there is no such column."""
 
@@ -123,27 +133,6 @@ class RowIndex:
         """Returns the numbers of the rows that a rank owns, in the order of its batch."""
         rows = [row for row, owner in enumerate(self.owner_rank) if owner == rank]
         return sorted(rows, key=self.local_row.__getitem__)
-
-
-class Fingerprint:
-    """Columns and images of a batch as they are now; another one is equal as long as none is set or edited in place."""
-
-    def __init__(self, batch: Batch, names: Iterable[str]) -> None:
-        # The tensors themselves, not their addresses: a new tensor could get the address of one that is gone.
-        # torch counts edits in place in `_version`.
-        columns = {"": batch.lengths} | {name: batch[name] for name in names if name in batch}
-        self._columns = {name: (tensor, tensor._version) for name, tensor in columns.items()}
-        self._images = batch.images
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Fingerprint) or self._columns.keys() != other._columns.keys():
-            return False
-        if self._images is not other._images:
-            return False
-        pairs = ((column, other._columns[name]) for name, column in self._columns.items())
-        return all(tensor is latest and version == now for (tensor, version), (latest, now) in pairs)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True)
@@ -235,8 +224,25 @@ def _local_rows(batch: Batch) -> Tensor:
     ids = batch["sample_id"]
     groups, trajectories = (batch[name if name in batch else "sample_id"] for name in ("pair", "trajectory"))
     # A rank without rows may have a column with another data type.
-    columns = (ids, batch.lengths, counts, groups, trajectories, *map(batch.counts, COUNTED_BY))
+    prefixes = [batch[name] if name in batch else torch.zeros_like(ids) for name in PREFIX_COLUMNS]
+    of_prompts = _prompts(batch).unbind(1)
+    columns = (ids, batch.lengths, counts, groups, trajectories, *prefixes, *of_prompts, *map(batch.counts, COUNTED_BY))
     return torch.stack([column.long() for column in columns], dim=1)
+
+
+def _prompts(batch: Batch) -> Tensor:
+    """Returns (n, 2) int64, a digest of the prompt of each row and its tokens; 0 and 0 where it cannot be shared."""
+    prompts = torch.zeros(len(batch), 2, dtype=torch.int64)
+    if "prompt_length" not in batch or batch.images:  # pictures are not in the tokens
+        return prompts
+    tokens, starts = batch["tokens"].numpy(), (batch.lengths.cumsum(0) - batch.lengths).tolist()
+    # The last token of a row is its own, so that every row computes one.
+    lengths = torch.minimum(batch["prompt_length"], batch.lengths - 1)
+    for row, (start, length) in enumerate(zip(starts, lengths.tolist(), strict=True)):
+        digest = hashlib.blake2b(tokens[start : start + length].tobytes(), digest_size=8).digest()
+        prompts[row, 0] = int.from_bytes(digest, signed=True)
+    prompts[:, 1] = lengths
+    return prompts
 
 
 def _merge(by_rank: Sequence[Tensor]) -> RowIndex:
@@ -247,7 +253,7 @@ def _merge(by_rank: Sequence[Tensor]) -> RowIndex:
     local = torch.arange(len(rows)) - (sizes.cumsum(0) - sizes)[owners]
     order = rows[:, 0].argsort()
     fields = (tuple(column.tolist()) for column in rows[order].unbind(1))
-    sample_ids, lengths, scored, groups, trajectories, *counted = fields
+    sample_ids, lengths, scored, groups, trajectories, prefix_of, prefix_length, digests, prompts, *counted = fields
     if len(set(sample_ids)) != len(sample_ids):
         raise ValueError("two rows of the batch have the same sample_id")
     members: dict[int, list[int]] = {}
@@ -263,6 +269,9 @@ def _merge(by_rank: Sequence[Tensor]) -> RowIndex:
         scored,
         row_groups,
         trajectories=trajectories,
+        links=PrefixLinks.from_columns(
+            sample_ids, lengths, prefix_of, prefix_length, tuple(zip(digests, prompts, strict=True))
+        ),
         counted=dict(zip(COUNTED_BY, counted, strict=True)),
     )
 
