@@ -92,7 +92,8 @@ def in_package(waits: Waits, package: str) -> Waits:
 
 
 def rows_of(model: Path) -> Batch:
-    return random_rows(6, read_config(model).vocab)
+    """Few tokens: Triton's interpreter takes milliseconds for the kernels of each."""
+    return random_rows(3, read_config(model).vocab, longest=12)
 
 
 def policy_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
