@@ -20,7 +20,7 @@ def use_interpreter() -> None:
         return SimpleNamespace(restore=lambda: None)
 
     interpreter._patch_lang = replace_once
-    # Each addition of integers is computed twice more to look for an overflow, which needs larger sizes than tests have.
+    # Each sum of integers is computed again to look for an overflow, which tests are too small for.
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
 
 
