@@ -4,6 +4,10 @@ import inspect
 
 import pytest
 import torch
+
+import verl_mg.megatron  # noqa: F401  # else torch compiles functions of megatron-core in the ranks of all tests
+
+# isort: split
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import TransformerConfig
