@@ -21,7 +21,7 @@ BLOCK = 128  # queries and keys of a block, torch's default
 
 # With fewer than 128 queries torch would choose its kernel for decoding, which does not compile with our blocks. torch
 # 2.11 has no option that names the other kernel, and later versions have this one too.
-KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
+KERNEL_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
 
 
 def _attend_by_mask(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, **options: Any) -> Any:
