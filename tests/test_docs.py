@@ -11,6 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import yaml
+
+import verl_mg.megatron  # noqa: F401  # else torch compiles functions of megatron-core in the ranks of all tests
+
+# isort: split
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig

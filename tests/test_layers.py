@@ -21,7 +21,7 @@ PACKAGES = (
     "sharding distributed data rewards",
     "reshard checkpoint",
     "training engines",
-    "megatron fsdp agents servers rows",
+    "tracing megatron fsdp agents servers rows",
     "weight_sync planner",
     "roles",
     "rollout",

@@ -329,9 +329,9 @@ def _models(arguments: argparse.Namespace) -> None:
 
 
 def _trace(arguments: argparse.Namespace) -> None:
-    from verl_mg.engines.tracing.tracer import TracedEngine, write_trace
     from verl_mg.layout import EngineLayout
     from verl_mg.models.named_models import CONFIG_FILES, local_model
+    from verl_mg.tracing.tracer import TracedEngine, write_trace
 
     engine = TracedEngine(arguments.engine, Path(arguments.python) if arguments.python else None)
     model = local_model(Path(arguments.model), "model", CONFIG_FILES)

@@ -10,8 +10,8 @@ from tests.helpers.tiny_models import vision_model
 from tests.helpers.traces import needs_sglang, needs_vllm
 from verl_mg.engines.kinds import SGLANG, VLLM
 from verl_mg.engines.process_engine import ProcessEngine
-from verl_mg.engines.tracing.tracer import TracedEngine, trace
 from verl_mg.layout import EngineLayout
+from verl_mg.tracing.tracer import TracedEngine, trace
 
 
 @needs_sglang

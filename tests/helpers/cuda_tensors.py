@@ -15,6 +15,7 @@ from functools import wraps
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import megatron
 import torch
@@ -187,16 +188,16 @@ class FakeCuda(TorchDispatchMode):
 def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
     """Stands for torch.compile: runs the function as it is and counts its kernels as those of a compiled one."""
 
-    flexible = function.__name__ == "flex_attention"
-    computed = _flex_attention if flexible else function
+    flexible = function.__module__ == "verl_mg.training.flex_attention"
+    replaced = {"flex_attention": _flex_attention} if flexible else {}
 
     @wraps(function)
     def run(*arguments: Any, **options: Any) -> Any:
         modes = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, FakeCuda)]
         if not modes:
             return function(*arguments, **options)
-        with modes[0].compiled(function.__name__, flexible):
-            return computed(*arguments, **options)
+        with modes[0].compiled(function.__name__, flexible), mock.patch.dict(function.__globals__, replaced):
+            return function(*arguments, **options)
 
     return run
 

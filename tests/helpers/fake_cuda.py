@@ -10,6 +10,7 @@ own. So it works with torch for CPUs and for CUDA. Not covered: kernels and thei
 """
 
 import ctypes
+import gc
 import hashlib
 import importlib
 import importlib.util
@@ -150,8 +151,12 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.cuda.is_available = lambda: True
     torch.compile = importlib.import_module("tests.helpers.cuda_tensors").compiled
-    importlib.import_module("verl_mg.megatron.trainer")
+    # Processes that are forked import nothing again, and look through none of it for garbage.
+    for module in ("verl_mg.training.vocabulary_kernels", "tests.megatron.fake_cuda_cases"):
+        importlib.import_module(module)
     _replace_cuda_functions()
+    gc.collect()
+    gc.freeze()
     while True:
         try:
             call = pickle.load(requests)

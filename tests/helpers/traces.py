@@ -2,7 +2,7 @@
 
     sglang_traces([("qwen3", EngineLayout(tp=2))])["qwen3", EngineLayout(tp=2)][rank] -> {parameter: Shard}
 
-A folder of one's own: `verl_mg.engines.tracing.tracer.trace`.
+A folder of one's own: `verl_mg.tracing.tracer.trace`.
 """
 
 import json
@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tests.helpers import warm_start
-from verl_mg.engines.tracing.tracer import TracedEngine, trace
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_families import VISION_LANGUAGE
 from verl_mg.sharding.boxes import Shard
+from verl_mg.tracing.tracer import TracedEngine, trace
 
 needs_sglang, needs_vllm = pytest.mark.needs(sglang=True), pytest.mark.needs(vllm=True)
 

@@ -68,14 +68,14 @@ IMPORTED_BY_SGLANG = (
     "sglang.srt.entrypoints.engine",
     "sglang.srt.managers.scheduler",
     "verl_mg.engines.sglang.host",
-    "verl_mg.engines.tracing.trace_rank",
+    "verl_mg.tracing.trace_rank",
     "sglang.srt.models.registry",
     "sglang.srt.entrypoints.http_server",
 )
 IMPORTED_BY_VLLM = (
     "verl_mg.engines.vllm.host",
     "verl_mg.engines.vllm.worker",
-    "verl_mg.engines.tracing.trace_rank",
+    "verl_mg.tracing.trace_rank",
     "verl_mg.engines.vllm.internals",
     "vllm.v1.engine.async_llm",
     "vllm.v1.worker.cpu_worker",

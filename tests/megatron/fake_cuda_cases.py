@@ -1,6 +1,7 @@
 """What runs on the fake GPU: a model and its trainer on one rank of a fake process group, and losses."""
 
 import importlib.util
+import sys
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from torch.nn import attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.helpers.cuda_tensors import CUDA, CudaTensor, FakeCuda
+from tests.helpers.rank_pool import refusal
 from tests.helpers.tiny_models import random_rows
 from tests.megatron import training
 from verl_mg import device
@@ -38,6 +40,7 @@ from verl_mg.training.loss_inputs import LossInputs
 from verl_mg.training.microbatch import TEACHER, TEACHER_HIDDEN, TEACHER_TOP
 from verl_mg.training.model_spec import ModelSpec
 from verl_mg.training.output_layer import Draw, OutputLayer
+from verl_mg.training.packed_attention import PACKAGE
 from verl_mg.training.trainer import MiniBatch, Objective
 from verl_mg.training.vocabulary_rows import TorchRows
 
@@ -92,7 +95,8 @@ def in_package(waits: Waits, package: str) -> Waits:
 
 
 def rows_of(model: Path) -> Batch:
-    return random_rows(6, read_config(model).vocab)
+    """Few tokens: Triton's interpreter takes milliseconds for the kernels of each."""
+    return random_rows(3, read_config(model).vocab, longest=12)
 
 
 def policy_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -240,6 +244,14 @@ def activations(
         for _ in range(2):
             block_spec(read_config(model), range(2))
     return activated
+
+
+def with_package_of_flash_attention_3(_: FakeCuda, model: Path, folder: Path, source: str) -> tuple[str | None, str]:
+    """The active implementation of attention and the refusal, with a module of this source as the package."""
+    (folder / f"{PACKAGE}.py").write_text(source)
+    sys.path.insert(0, str(folder))
+    refused = refusal(block_spec, read_config(model), range(2))
+    return attention.current_flash_attention_impl(), refused
 
 
 def passes_with_flash_attention_3(fake: FakeCuda, model: Path) -> LayerPasses:

@@ -262,7 +262,7 @@ def test_flex_attention_of_few_tokens_is_not_compiled_as_decoding(monkeypatch, t
         given.update(options)
         return query
 
-    monkeypatch.setattr(flex_attention, "_flex_attention", recorded)
+    monkeypatch.setattr(flex_attention, "flex_attention", recorded)
     drawn = [torch.randn(tokens, n, WIDTH) for n in (4, 2, 2)]
     attend_by_blocks(*drawn, described((tokens,), None), Scores(softcap=0.5))
     tensors = node(1, 4, tokens, WIDTH), node(1, 1, 1, 1), node(1, 2, tokens, WIDTH)

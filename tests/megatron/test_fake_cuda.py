@@ -137,6 +137,27 @@ def test_flash_attention_3_is_activated_once_where_it_can_run(
     assert fake_cuda.run(cases.activations, models["llama"], capability, installed, deterministic) == expected
 
 
+OPERATORS = """
+import torch
+library = torch.library.Library("flash_attn_3", "DEF")
+for name in {names}:
+    library.define(f"{{name}}(Tensor q, Tensor k, Tensor v) -> Tensor[]")
+"""
+
+
+def test_flash_attention_3_is_used_by_torch_or_refused(fake_cuda, models, tmp_path):
+    """torch itself takes the operators that the package registers when it is imported."""
+
+    def found(*names: str) -> tuple[str | None, str]:
+        source = OPERATORS.format(names=names)
+        return fake_cuda.run(cases.with_package_of_flash_attention_3, models["llama"], tmp_path, source)
+
+    assert found("fwd", "bwd") == ("FA3", "")
+    active, refused = found("fwd")
+    assert active is None and "flash_attn_interface is installed and torch cannot use it" in refused
+    assert "does not expose FA3 backward kernels" in refused
+
+
 def test_latent_attention_on_cuda_with_flash_attention_3_copies_no_values(fake_cuda, models):
     passes = fake_cuda.run(cases.passes_with_flash_attention_3, models["deepseek_v3"])
     assert max(len(kernels) for kernels in passes.kernels) <= KERNELS["deepseek_v3"] - 2

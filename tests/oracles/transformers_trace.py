@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from verl_mg.engines.tracing.position_codes import PositionCodes, decode
-from verl_mg.engines.tracing.trace_rank import checkpoint
-from verl_mg.engines.tracing.tracer import stacked_tensors
 from verl_mg.models.tensor_tree import expert_shapes
 from verl_mg.models.transformers_module import checkpoint_shapes
 from verl_mg.sharding.boxes import Shard
+from verl_mg.tracing.position_codes import PositionCodes, decode
+from verl_mg.tracing.trace_rank import checkpoint
+from verl_mg.tracing.tracer import stacked_tensors
 
 
 def trace_transformers(model_dir: str | Path) -> dict[str, Shard]:

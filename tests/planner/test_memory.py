@@ -9,7 +9,7 @@ from tests.planner.tiny_inputs import DENSE, LATENT, MIXTURE, published, tiny
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import parse_config
-from verl_mg.planner.activations import activation_bytes, chunks_in_flight, kept_elements
+from verl_mg.planner.activations import activation_bytes, chunks_in_flight, inference_bytes, kept_elements
 from verl_mg.planner.command import auxiliary_role
 from verl_mg.planner.inputs import GIB, AuxiliaryRole
 from verl_mg.planner.memory import Elements, TrainMemory, elements, kv_bytes, rollout_memory, train_memory
@@ -151,8 +151,24 @@ def test_activation_bytes_of_a_stage_equal_hand_count():
     inputs, layout = tiny(DENSE, recompute=False), Layout.parse("tp2-pp2").fit(8)
     each = kept_elements(inputs.weights.config, False, 2).all
     assert activation_bytes(inputs, layout, 0) == 2 * 2 * each * 64 * 2 // 2
-    output = 2 * 2 * 64 * 32 + 4 * 32 * 32 + 3 * 4 * 32 * 64  # hidden states, the projection's gradient, logits
+    # Hidden states, the projection's gradient, float32 logits and their gradient in bf16.
+    output = 2 * 2 * 64 * 32 + 4 * 32 * 32 + (4 + 2) * 32 * 64
     assert activation_bytes(inputs, layout, 1) == 1 * 2 * each * 64 * 2 // 2 + output
+
+
+def test_inference_bytes_of_the_last_stage_equal_hand_count():
+    """One layer of 64 tokens over tp2, bf16; hidden states and float32 logits of half of the vocabulary."""
+    inputs, layout = tiny(DENSE), Layout.parse("tp2-pp2").fit(8)
+    each = 2 * kept_elements(inputs.weights.config, False, 2).all * 64 // 2
+    assert [inference_bytes(inputs, layout, stage) for stage in (0, 1)] == [each, each + 2 * 64 * 32 + 4 * 32 * 64]
+
+
+def test_logits_of_long_micro_batches_are_those_of_a_chunk():
+    """256 tokens of 2^20 logits are a chunk of 2^30 bytes in float32, with a gradient of half of them."""
+    wide, layout = DENSE | {"vocab_size": 2**20}, Layout.parse("tp1").fit(8)
+    half, one, two, four = (activation_bytes(tiny(wide, micro_batch=n), layout, 0) for n in (128, 256, 512, 1024))
+    of_256_tokens = (four - two) // 2
+    assert two - one == of_256_tokens and 2 * (one - half) - of_256_tokens == 1.5 * 2**30
 
 
 def test_activation_bytes_with_recompute_keep_inputs_and_one_layer():

@@ -116,7 +116,7 @@ def test_recomputations_have_modules_that_the_model_has():
 def test_search_recomputes_as_little_as_fits():
     layout, engine = Layout.parse("tp2").fit(8), EngineLayout(tp=2)
     found = []
-    for memory in (141.0, 75.0, 60.0, 46.0):
+    for memory in (141.0, 73.0, 60.0, 46.0):
         inputs = published("qwen2_5_7b", 8, memory=memory, micro_batch=16384)
         (pair,) = search(inputs, layout, engine, 1, recomputations(inputs))
         assert problem(inputs, pair.train.memory, pair.rollout.memory) is None

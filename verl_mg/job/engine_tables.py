@@ -11,11 +11,11 @@ import torch.distributed as dist
 from verl_mg.config import Config
 from verl_mg.distributed.collectives import broadcast_bytes
 from verl_mg.engines.kinds import ENGINES, ProcessKind
-from verl_mg.engines.tracing.tracer import TracedEngine, write_trace
 from verl_mg.job.backends import BACKENDS
 from verl_mg.layout import EngineLayout
 from verl_mg.sharding.model_table import ModelTable
 from verl_mg.sharding.traced_table import parse_traced_table
+from verl_mg.tracing.tracer import TracedEngine, write_trace
 
 FOLDER = "sharding_tables"
 """Folder of a run with the tables that were traced for it."""

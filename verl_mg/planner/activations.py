@@ -55,7 +55,6 @@ LINEAR_INPUTS = (
 )
 """Parts that are inputs of linear layers, which Transformer Engine keeps in FP8 where it multiplies in FP8."""
 LOGIT_CHUNK_BYTES = 2**30  # bytes of a chunk of float32 logits, at most
-LOGIT_COPIES = 3  # tensors of a chunk's size at the same time: float32 logits, their exponentials and their gradient
 
 
 class LayerKind(NamedTuple):
@@ -184,7 +183,7 @@ def inference_bytes(inputs: PlanInputs, layout: Layout, stage: int) -> int:
     widest = max(layer.all for layer in _kept_by_layers(inputs, layout, stage))
     tokens = inputs.longest_micro_batch / layout.cp
     item, hidden = inputs.options.weight_bytes, inputs.weights.config.hidden
-    output = item * tokens * hidden + _logit_bytes(inputs, layout, tokens) if stage == layout.pp - 1 else 0
+    output = item * tokens * hidden + 4 * _logits(inputs, layout, tokens) if stage == layout.pp - 1 else 0
     return round(item * tokens / layout.tp * widest + output)
 
 
@@ -197,19 +196,19 @@ def _kept_by_layers(inputs: PlanInputs, layout: Layout, stage: int) -> list[Kept
 
 def _output_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
     # Hidden states of all tokens and their gradient; of a language model also the projection's float32 gradient and
-    # chunks of logits.
-    hidden = inputs.weights.config.hidden
-    states = 2 * inputs.options.weight_bytes * tokens * hidden
+    # a chunk of float32 logits and its gradient: the kernels of `vocabulary_kernels` write nothing else of that size.
+    hidden, item = inputs.weights.config.hidden, inputs.options.weight_bytes
+    states = 2 * item * tokens * hidden
     if inputs.weights.head == "value":
         return states
-    return states + 4 * _vocabulary_rows(inputs, layout) * hidden + _logit_bytes(inputs, layout, tokens)
+    return states + 4 * _vocabulary_rows(inputs, layout) * hidden + (4 + item) * _logits(inputs, layout, tokens)
 
 
-def _logit_bytes(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
-    """Computes bytes of the logits of a chunk of tokens and of what is computed from them."""
+def _logits(inputs: PlanInputs, layout: Layout, tokens: float) -> float:
+    """Counts the logits of a chunk of tokens."""
     if inputs.weights.head == "value":
         return 0.0
-    return LOGIT_COPIES * min(LOGIT_CHUNK_BYTES, 4.0 * _vocabulary_rows(inputs, layout) * tokens)
+    return min(LOGIT_CHUNK_BYTES / 4, _vocabulary_rows(inputs, layout) * tokens)
 
 
 def _vocabulary_rows(inputs: PlanInputs, layout: Layout) -> float:

@@ -32,12 +32,12 @@ from verl_mg.data.prompts import Prompt
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.engines.engine import Request, Sampling
 from verl_mg.engines.kinds import ENGINES
-from verl_mg.engines.tracing.config_reads import unread_fields
-from verl_mg.engines.tracing.tracer import TracedEngine
 from verl_mg.errors import UserError
 from verl_mg.roles.models import Actor, Policy
 from verl_mg.rollout.engine_group import EngineGroup
 from verl_mg.rows.samples import OptionalColumns, samples_to_batch
+from verl_mg.tracing.config_reads import unread_fields
+from verl_mg.tracing.tracer import TracedEngine
 
 FLOAT32, FLOAT32_EXPERTS, HALF, COARSE = 1e-3, 0.01, 0.05, 0.2  # nats; 0.0044 was measured in bfloat16
 """Bounds in float32, without and with experts or keys that are selected twice, in 16 bits, and for

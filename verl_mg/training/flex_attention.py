@@ -21,13 +21,20 @@ BLOCK = 128  # queries and keys of a block, torch's default
 
 # With fewer than 128 queries torch would choose its kernel for decoding, which does not compile with our blocks. torch
 # 2.11 has no option that names the other kernel, and later versions have this one too.
-KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
+KERNEL_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
+
+
+def _attend_by_mask(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, **options: Any) -> Any:
+    # The lengths that a mask comes with are constants of what is compiled, the sizes of tensors are variables.
+    mask.seq_lengths = (query.shape[2], key.shape[2])
+    return flex_attention(query, key, value, block_mask=mask, enable_gqa=True, kernel_options=KERNEL_OPTIONS, **options)
+
 
 # GPU: FlexAttention is compiled into a kernel; the CPU computes it as written.
 # GPU-TEST: tests/megatron/test_fake_cuda.py::test_train_family_on_cuda_has_values_of_transformers,
 # tests/fsdp/test_training.py
 # GPU-RAN: h200-1, h100-1
-_flex_attention: Any = torch.compile(flex_attention) if torch.cuda.is_available() else flex_attention
+_compiled: Any = torch.compile(_attend_by_mask) if torch.cuda.is_available() else _attend_by_mask
 
 
 def block_mask(
@@ -60,13 +67,14 @@ def block_mask(
     # A block in which every pair is causal may still have keys that are not selected.
     if selected is not None:
         assert window is None
+        _of_any_size(selected, 0, 1)
         whole = torch.zeros_like(whole)
     partly = seen & ~whole
     listed = [_listed(blocks) for blocks in (partly, whole, partly.T, whole.T)]
     (in_part, part), (in_whole, full), (of_part, q_part), (of_whole, q_full) = (
-        [copy_to(device, each) for each in pair] for pair in listed
+        [_of_any_size(copy_to(device, each), 2, 3) for each in pair] for pair in listed
     )
-    bounds = copy_to(device, torch.stack([first_seen, positions]).int())
+    bounds = _of_any_size(copy_to(device, torch.stack([first_seen, positions]).int()), 1)
 
     def visible(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= bounds[0, query]) & (key <= bounds[1, query])
@@ -107,16 +115,24 @@ def attend_with_block_mask(
     result without it is multiplied by exp(z) / (exp(z) + exp(s)) = sigmoid(z - s).
     Shapes: query (queries, heads, d), key (T, kv_heads, d), value (T, kv_heads, d_v), result (queries, heads, d_v).
     """
-    q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))
+    q, k, v = (_of_any_size(_of_any_size(x, 0).transpose(0, 1)[None], 2) for x in (query, key, value))
     score_mod = None if softcap is None else lambda score, *_: softcap * torch.tanh(score / softcap)
-    options: dict[str, Any] = {"score_mod": score_mod, "block_mask": mask, "scale": scale, "enable_gqa": True}
-    options["kernel_options"] = KERNEL_OPTIONS
+    options: dict[str, Any] = {"score_mod": score_mod, "scale": scale}
     # The log-sum-exp has gradients here; that of torch's variable-length kernel has none.
     if sinks is None:
-        return _flex_attention(q, k, v, **options)[0].transpose(0, 1)
-    without, log_sum = _flex_attention(q, k, v, return_lse=True, **options)
+        return _compiled(q, k, v, mask, **options)[0].transpose(0, 1)
+    without, log_sum = _compiled(q, k, v, mask, return_lse=True, **options)
     share = torch.sigmoid(log_sum.float() - sinks.float()[:, None])
     return (without * share[..., None]).to(without.dtype)[0].transpose(0, 1)
+
+
+def _of_any_size(tensor: Tensor, *dims: int) -> Tensor:
+    """Has a compiled function take these dimensions for variables in its first call."""
+    # torch would compile for the first size, and again when it sees a second one: of tokens, and of blocks.
+    for dim in dims:
+        if dim < tensor.dim():
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    return tensor
 
 
 def _bounds(tokens: int) -> tuple[Tensor, Tensor]:

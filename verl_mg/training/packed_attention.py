@@ -34,6 +34,7 @@ from torch.nn import attention
 from torch.nn.attention.flex_attention import BlockMask
 
 from verl_mg.choice import Choice
+from verl_mg.errors import UserError, one_line
 from verl_mg.library import is_installed
 from verl_mg.training.flex_attention import attend_with_block_mask, block_mask
 
@@ -304,7 +305,13 @@ def use_fastest_kernels() -> None:
         return
     known = IMPLEMENTATION in attention.list_flash_attention_impls()
     if known and attention.current_flash_attention_impl() is None and is_installed(PACKAGE):
-        attention.activate_flash_attention_impl(IMPLEMENTATION)
+        try:
+            attention.activate_flash_attention_impl(IMPLEMENTATION)
+        except (ImportError, OSError, RuntimeError) as error:
+            raise UserError(
+                f"{PACKAGE} is installed and torch cannot use it: {one_line(error)}. Install FlashAttention-3 for this "
+                "torch, or remove the package."
+            ) from error
 
 
 def takes_value_width(width: int, value_width: int) -> bool:

@@ -15,10 +15,10 @@ import torch
 
 from verl_mg.engines.sglang.internals import DERIVED, unloaded_model
 from verl_mg.engines.sglang.weight_loader import as_loaded, restore_shapes
-from verl_mg.engines.tracing.position_codes import PositionCodes
-from verl_mg.engines.tracing.trace_rank import traced_shards
 from verl_mg.layout import EngineLayout
 from verl_mg.sharding.traced_table import write_rank_shards
+from verl_mg.tracing.position_codes import PositionCodes
+from verl_mg.tracing.trace_rank import traced_shards
 
 OF_THE_CACHE = ("k_scale", "v_scale")
 """Scales of a quantized key-value cache, which SGLang drops when it has loaded the weights. It reads no shapes."""

@@ -15,11 +15,11 @@ from verl_mg.engines.engine import EngineDiedError, Request, Sampling
 from verl_mg.engines.kinds import SGLANG
 from verl_mg.engines.payloads import Staging
 from verl_mg.engines.process_engine import ProcessEngine
-from verl_mg.engines.tracing.tracer import TracedEngine, trace
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.shrunk_config import shrink
 from verl_mg.sharding.weight_table import weight_table
+from verl_mg.tracing.tracer import TracedEngine, trace
 
 pytestmark = needs_sglang
 of_sglang = pytest.mark.parametrize("started", ["sglang"], indirect=True, scope="package")

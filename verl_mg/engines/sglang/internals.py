@@ -187,7 +187,7 @@ def default_to_the_cpu() -> None:
     A torch that is built for CUDA returns CUDA's module there too, whose calls raise.
     """
     # GPU: `torch.get_device_module` returns CUDA's module by default.
-    # GPU-TEST: tests/engines/tracing/test_tracer.py::test_trace_of_qwen3_weights_round_trips_through_a_file
+    # GPU-TEST: tests/tracing/test_tracer.py::test_trace_of_qwen3_weights_round_trips_through_a_file
     # GPU-RAN: h200-1, h100-1
     module_of = torch.get_device_module
     torch.get_device_module = lambda device=None: module_of(device or "cpu")  # type: ignore[assignment]
@@ -314,7 +314,7 @@ def unloaded_model(
 
     library().check()
     # GPU: nothing else: traces run on the CPU there too.
-    # GPU-TEST: tests/engines/tracing/test_tracer.py::test_trace_of_qwen3_weights_round_trips_through_a_file
+    # GPU-TEST: tests/tracing/test_tracer.py::test_trace_of_qwen3_weights_round_trips_through_a_file
     # GPU-RAN: not yet
     if not torch.cuda.is_available():
         default_to_the_cpu()

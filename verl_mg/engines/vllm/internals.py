@@ -454,7 +454,7 @@ def unloaded_model(
 @contextmanager
 def _layers_with_sparse_attention() -> Iterator[None]:
     # GPU: `CpuPlatform.get_attn_backend_cls` is not used: the GPU's platform has kernels of sparse attention.
-    # GPU-TEST: tests/engines/tracing/test_traced_tables.py
+    # GPU-TEST: tests/tracing/test_traced_tables.py
     # GPU-RAN: not yet
     # Lets vLLM build layers with sparse attention on the CPU, where it has no kernels for them; none is called.
     from vllm.platforms.cpu import CpuPlatform

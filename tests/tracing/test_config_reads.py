@@ -11,9 +11,9 @@ from transformers import CONFIG_MAPPING, Qwen3Config
 from tests.helpers import warm_start
 from tests.helpers.tiny_models import nightly
 from tests.helpers.traces import needs_sglang, needs_vllm
-from verl_mg.engines.tracing.config_reads import effects, recorded_reads, unread_fields
-from verl_mg.engines.tracing.tracer import TracedEngine
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.tracing.config_reads import effects, recorded_reads, unread_fields
+from verl_mg.tracing.tracer import TracedEngine
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 1.0}
 

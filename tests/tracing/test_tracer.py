@@ -14,10 +14,6 @@ from tests.helpers.tiny_models import published_mixture, tiny_model
 from tests.helpers.traces import change_config, folder_of, needs_sglang, needs_vllm, sglang_traces
 from verl_mg.cli import main
 from verl_mg.engines.kinds import ProcessKind
-from verl_mg.engines.tracing import tracer
-from verl_mg.engines.tracing.position_codes import BASE, PositionCodes
-from verl_mg.engines.tracing.trace_rank import traced_shards
-from verl_mg.engines.tracing.tracer import TracedEngine, trace, write_trace
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout, EnginePlacement, Layout, Placement
 from verl_mg.models.hf_config import read_config
@@ -26,6 +22,10 @@ from verl_mg.reshard import plan, schedule
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.traced_table import read_traced_table
 from verl_mg.sharding.weight_table import weight_table
+from verl_mg.tracing import tracer
+from verl_mg.tracing.position_codes import BASE, PositionCodes
+from verl_mg.tracing.trace_rank import traced_shards
+from verl_mg.tracing.tracer import TracedEngine, trace, write_trace
 
 pytestmark = pytest.mark.timeout(1200)  # importing SGLang takes long on a machine under load
 LAYER = "model.layers.1."
@@ -127,7 +127,7 @@ def test_trace_without_sglang_names_the_remedy(tmp_path, monkeypatch):
 
 def test_tracer_module_imports_without_sglang():
     """In a fork of a process that has imported what jobs and the command line need, and neither SGLang."""
-    code = "import sys, verl_mg.engines.tracing.tracer; sys.exit('sglang' in sys.modules)"
+    code = "import sys, verl_mg.tracing.tracer; sys.exit('sglang' in sys.modules)"
     assert subprocess.run([warm_start.shared().python, "-c", code]).returncode == 0
 
 

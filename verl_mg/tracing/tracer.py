@@ -26,8 +26,6 @@ from typing import Any
 
 from verl_mg.engines.engine_options import inherited_environment
 from verl_mg.engines.kinds import PROCESSES
-from verl_mg.engines.tracing.layer_kinds import LayerKinds, layer_kinds, text_fields, write_first_layers
-from verl_mg.engines.tracing.trace_rank import JOBS, VERSION, TraceJob, error_name, result_name
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
@@ -38,6 +36,8 @@ from verl_mg.models.tensor_tree import StackedTensor, expert_shapes
 from verl_mg.models.transformers_module import checkpoint_shapes
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.traced_table import EngineName, TracedTable, read_rank_shards, write_traced_table
+from verl_mg.tracing.layer_kinds import LayerKinds, layer_kinds, text_fields, write_first_layers
+from verl_mg.tracing.trace_rank import JOBS, VERSION, TraceJob, error_name, result_name
 
 LOG_LINES = 8  # of a failed rank, in the error
 log_name = "rank{}.log".format
@@ -174,7 +174,7 @@ def _run_ranks(folder: Path, jobs: Sequence[TraceJob], count: int, engine: Trace
     try:
         for rank in range(count):
             with open(folder / log_name(rank), "wb") as log:
-                command = [python, "-m", "verl_mg.engines.tracing.trace_rank", kind.name, str(folder), str(rank)]
+                command = [python, "-m", "verl_mg.tracing.trace_rank", kind.name, str(folder), str(rank)]
                 ranks.append(subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT))
         # Waits for the end of all ranks, polling them; ends early by the first failure.
         while any(process.poll() is None for process in ranks):

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from tests.helpers.traces import folder_of
-from verl_mg.engines.tracing.layer_kinds import layer_kinds, write_first_layers
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.hf_config import read_config
 from verl_mg.models.transformers_module import checkpoint_shapes
 from verl_mg.sharding.boxes import Piece, Shard
 from verl_mg.sharding.weight_table import weight_table
+from verl_mg.tracing.layer_kinds import layer_kinds, write_first_layers
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Fields of a configuration that `transformers` reads and an engine's model does not, with what each of them changes.
 
-    this process                                          `PYTHON -m verl_mg.engines.tracing.config_reads ENGINE FOLDER`
+    this process                                          `PYTHON -m verl_mg.tracing.config_reads ENGINE FOLDER`
     builds the module of transformers without memory      builds the engine's model class on the CPU
     and passes a row through it                           writes FOLDER/reads.json: names of the fields that it has read
     computes a narrow copy with and without each field
@@ -26,12 +26,12 @@ import torch
 
 from verl_mg.engines.engine_options import inherited_environment
 from verl_mg.engines.kinds import PROCESSES
-from verl_mg.engines.tracing.tracer import TracedEngine
 from verl_mg.errors import UserError
 from verl_mg.layout import EngineLayout
 from verl_mg.models.shrunk_config import LONGEST_ROW, narrow_module, random_rows, row_logprobs, shrink
 from verl_mg.models.transformers_module import meta_module, read_module_config
 from verl_mg.sharding.traced_table import EngineName
+from verl_mg.tracing.tracer import TracedEngine
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_mg.engines.tracing.position_codes import UNWRITTEN, PositionCodes, decode, is_written
 from verl_mg.errors import UserError
 from verl_mg.sharding.boxes import Piece, Shard, full_box, slices
+from verl_mg.tracing.position_codes import UNWRITTEN, PositionCodes, decode, is_written
 
 CODES = PositionCodes({"q": (12, 6), "bias": (40,), "kv": (5, 6), "wide": (3, 50, 7), "scalar": (), "one": (1, 6)})
 

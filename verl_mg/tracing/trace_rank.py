@@ -1,4 +1,4 @@
-"""One rank of a trace: `PYTHON -m verl_mg.engines.tracing.trace_rank ENGINE FOLDER RANK`, started by `tracer`.
+"""One rank of a trace: `PYTHON -m verl_mg.tracing.trace_rank ENGINE FOLDER RANK`, started by `tracer`.
 
 PYTHON is that of the engine's processes. FOLDER/jobs.json lists the jobs. For each job with this rank, the engine's
 groups and model class are set up, its `load_weights` runs, and all is torn down again; the shards go to
@@ -20,12 +20,12 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
-from verl_mg.engines.tracing.position_codes import UNWRITTEN, PositionCodes, decode, is_written
 from verl_mg.errors import UserError, one_line
 from verl_mg.jsonl import replacing
 from verl_mg.layout import EngineLayout
 from verl_mg.sharding.boxes import Shard
 from verl_mg.sharding.traced_table import EngineName, write_rank_shards
+from verl_mg.tracing.position_codes import UNWRITTEN, PositionCodes, decode, is_written
 
 # Files of a trace: the list of jobs, the version of the engine; a rank's shards of a job, the reason why it failed.
 JOBS, VERSION = "jobs.json", "version"
