@@ -8,7 +8,7 @@ keeps a copy of the parameters that it has sent, in host memory.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 
 import torch
 import torch.distributed as dist
@@ -33,10 +33,10 @@ class SentValues:
 
     def encode(self, parameter: str, box: Box, values: Tensor) -> Tensor:
         """Returns the changes of a box since it was kept, all of its elements where it was not, and keeps it."""
-        kept = self._copies.get((parameter, box))
-        code = encode_delta(values, None if kept is None else kept.to(values.device))
+        if (parameter, box) in self._copies:
+            return encode_delta(values, self._copies[parameter, box])
         self.keep(parameter, box, values)
-        return code
+        return encode_delta(values, None)
 
     def keep(self, parameter: str, box: Box, values: Tensor) -> None:
         """Copies a box of a parameter."""
@@ -77,8 +77,10 @@ def transfer_changes(
     """
     begin = time.perf_counter()
     transfer = _Transfer(source, sent, group, wait_for or (lambda _: None), here or device.current_device())
+    local = {(copy.source, copy.source_box) for copy in schedule.copies if not copy.from_target}
     for bucket in schedule.buckets:
         transfer.run(bucket)
+        transfer.forget(local)
     for copy in schedule.copies:
         if not copy.from_target:
             code = transfer.encoded(copy.source, copy.source_box, copy.tensor)
@@ -127,6 +129,10 @@ class _Transfer:
             self._codes[parameter, box] = self._sent.encode(parameter, box, values).to(self._device)
             self.traffic.seconds_packing += time.perf_counter() - begin
         return self._codes[parameter, box]
+
+    def forget(self, local: Set[tuple[str, Box]]) -> None:
+        """Releases codes of the last bucket, but for those that this rank needs itself."""
+        self._codes = {place: code for place, code in self._codes.items() if place in local}
 
     def run(self, bucket: Bucket) -> None:
         """Exchanges sizes, then codes: in each of the two, the messages of all ranks match."""
