@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from verl_mg.reshard.delta import (
     HEADER_BYTES,
-    Kind,
     SLAB_ELEMENTS,
+    Kind,
     Place,
     apply_delta,
     encode_delta,

@@ -1,7 +1,7 @@
 """Lossless code of the elements of a box that have changed, with checksums of the result; and files of such changes.
 
-A box is encoded slab by slab: as many whole rows as have at most SLAB_ELEMENTS, parts of a row where it has more. Nothing
-else is held of a box than a slab and the code. Each slab has
+A box is encoded slab by slab: as many whole rows as have at most SLAB_ELEMENTS, parts of a row where it has more. So
+memory for intermediate values is that of a slab, whatever the box. Each slab has
 
     header     four int64: kind, number of changed elements, bytes of places, checksum of the whole slab
     values     the changed elements, filled to a multiple of 8 bytes
@@ -175,8 +175,8 @@ def _factors(bits: Tensor) -> Tensor:
 
 def _checksum(words: Tensor, factors: Tensor) -> int:
     """Returns a number of 64 bits from the bits and places of all words."""
-    # On the device and in whole words: a CRC of `zlib` would need the values on the host. An odd factor can be inverted,
-    # so words that differ stay different; the shift, with copies of the sign, takes the upper bits to all others.
+    # On the device and in whole words: a CRC of `zlib` would need the values on the host. An odd factor can be
+    # inverted, so words that differ stay different; the shift, with copies of the sign, takes upper bits to the others.
     mixed = words * factors[: len(words)]
     return int(mixed.bitwise_xor_(mixed >> 32).sum())
 

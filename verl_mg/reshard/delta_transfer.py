@@ -7,8 +7,9 @@ keeps a copy of the parameters that it has sent, in host memory.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -76,11 +77,9 @@ def transfer_changes(
     device of codes and messages.
     """
     begin = time.perf_counter()
-    transfer = _Transfer(source, sent, group, wait_for or (lambda _: None), here or device.current_device())
-    local = {(copy.source, copy.source_box) for copy in schedule.copies if not copy.from_target}
+    transfer = _Transfer(schedule, source, sent, group, wait_for or (lambda _: None), here or device.current_device())
     for bucket in schedule.buckets:
         transfer.run(bucket)
-        transfer.forget(local)
     for copy in schedule.copies:
         if not copy.from_target:
             code = transfer.encoded(copy.source, copy.source_box, copy.tensor)
@@ -108,6 +107,7 @@ def apply_patches(patches: Iterable[Patch], target: Tensors) -> bool:
 class _Transfer:
     def __init__(
         self,
+        schedule: Schedule,
         source: Sources,
         sent: SentValues,
         group: dist.ProcessGroup | None,
@@ -116,6 +116,15 @@ class _Transfer:
     ) -> None:
         self._source, self._sent, self._group, self._wait_for = source, sent, group, wait_for
         self._codes: dict[tuple[str, Box], Tensor] = {}
+        # The epoch in which a box is sent the last time: its code is released then, unless this rank needs it itself.
+        self._last = {
+            (segment.parameter, segment.parameter_box): bucket.epoch
+            for bucket in schedule.buckets
+            for message in bucket.messages
+            if message.outgoing
+            for segment in message.segments
+        }
+        self._last |= {(c.source, c.source_box): math.inf for c in schedule.copies if not c.from_target}
         self._device = here
         self.patches: dict[tuple[str, Box], Tensor] = {}
         self.traffic = Traffic()
@@ -129,10 +138,6 @@ class _Transfer:
             self._codes[parameter, box] = self._sent.encode(parameter, box, values).to(self._device)
             self.traffic.seconds_packing += time.perf_counter() - begin
         return self._codes[parameter, box]
-
-    def forget(self, local: Set[tuple[str, Box]]) -> None:
-        """Releases codes of the last bucket, but for those that this rank needs itself."""
-        self._codes = {place: code for place, code in self._codes.items() if place in local}
 
     def run(self, bucket: Bucket) -> None:
         """Exchanges sizes, then codes: in each of the two, the messages of all ranks match."""
@@ -152,6 +157,8 @@ class _Transfer:
             else torch.empty(int(sizes[id(m)].sum()), dtype=torch.uint8, device=self._device)
             for m in bucket.messages
         }
+        del codes
+        self._codes = {place: code for place, code in self._codes.items() if self._last[place] > bucket.epoch}
         self._exchange(bucket, contents)
         for message in bucket.messages:
             if not message.outgoing:
