@@ -117,7 +117,7 @@ class _Transfer:
         self._source, self._sent, self._group, self._wait_for = source, sent, group, wait_for
         self._codes: dict[tuple[str, Box], Tensor] = {}
         # The epoch in which a box is sent the last time: its code is released then, unless this rank needs it itself.
-        self._last = {
+        self._last: dict[tuple[str, Box], float] = {
             (segment.parameter, segment.parameter_box): bucket.epoch
             for bucket in schedule.buckets
             for message in bucket.messages
