@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 
 from verl_mg.reshard.delta import (
     HEADER_BYTES,
+    SLAB_ELEMENTS,
     Kind,
     Place,
     apply_delta,
-    checksum,
     encode_delta,
     member_name,
     open_changes,
@@ -46,45 +46,54 @@ def test_apply_delta_of_any_change_gives_the_new_bits(shape, dtype, share, seed)
     changed = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     values = torch.where(changed, new.view(bits), before.view(bits)).view(dtype)
-    code = encode_delta(values, before)
+    target, kept = before.clone(), before.clone()
+    code = encode_delta(values, kept)
     assert len(code) % 8 == 0 and len(code) <= HEADER_BYTES + values.nbytes + 7 + (values.numel() > 1) * 8
-    target = before.clone()
+    assert same_bits(kept, values)
     assert apply_delta(code, target) and same_bits(target, values)
     # A box of a larger parameter, which is not contiguous.
     larger = torch.zeros([size + 3 for size in shape], dtype=torch.int64).to(bits).view(dtype)
     box = tuple(slice(1, 1 + size) for size in shape)
     larger[box] = before
-    assert apply_delta(encode_delta(values, larger[box]), larger[box]) and same_bits(larger[box], values)
+    assert apply_delta(encode_delta(values, larger[box].clone()), larger[box]) and same_bits(larger[box], values)
+    assert torch.equal(encode_delta(larger[box], before.clone()), code)
     larger.view(bits)[box] = 0
     assert int(larger.view(bits).count_nonzero()) == 0
 
 
-@pytest.mark.parametrize(("share", "kind"), [(0.0, 0), (0.02, 1), (0.3, 2), (1.0, 3)])
+@pytest.mark.parametrize(("share", "kind"), [(0.0, 0), (0.02, 1), (0.3, 2), (1.0, 3), (0.001, 4)])
 def test_encode_delta_takes_the_smallest_form(share, kind):
     torch.manual_seed(0)
     before = torch.randn(1000, 100).bfloat16()
     values = torch.where(torch.rand(1000, 100) < share, before * 2, before)
-    code, count = encode_delta(values, before), int((values != before).sum())
+    count = int((values != before).sum())
+    code = encode_delta(values, before)
     assert code[:8].view(torch.int64).item() == Kind(kind)
-    at_most = {0: 0, 1: 3.1 * count, 2: 2 * count + 12500, 3: values.nbytes}[kind]
+    at_most = {0: 0, 1: 3.01 * count, 2: 2 * count + 12500, 3: values.nbytes, 4: 4 * count}[kind]
     assert len(code) <= HEADER_BYTES + at_most + 16
 
 
-def test_encode_delta_of_distances_beyond_a_byte_is_restored():
-    before = torch.zeros(70000, 40, dtype=torch.bfloat16)
-    values = before.clone()
-    places = torch.tensor([0, 1, 128, 129, 257, 16600, 33000, 2_200_000, 2_799_999])
+@pytest.mark.parametrize("columns", [40, 2_800_000 // 7])
+def test_slabs_of_a_box_are_encoded_one_by_one(columns):
+    before = torch.zeros(2_800_000 // columns, columns, dtype=torch.bfloat16)
+    values, target = before.clone(), before.clone()
+    places = torch.tensor([0, 1, 256, 257, 513, 33280, 66048, 2_200_000, 2_799_999])
     values.view(-1)[places] = torch.arange(1.0, 10.0).bfloat16()
     code = encode_delta(values, before)
-    assert len(code) < HEADER_BYTES + 60
-    assert apply_delta(code, before) and torch.equal(before, values)
+    slabs = -(-before.shape[0] // (SLAB_ELEMENTS // columns))
+    # Of each change 2 bytes and 2 of a distance, and 2 for each 32,767 elements without a change.
+    assert len(code) <= slabs * (HEADER_BYTES + 14) + 4 * 9 + 2 * 2_800_000 // 32767
+    assert apply_delta(code, target) and torch.equal(target, values) and torch.equal(before, values)
+    assert not apply_delta(code[: -HEADER_BYTES - 8], target) and not apply_delta(torch.cat([code, code]), target)
+    transposed = torch.zeros(columns, values.shape[0], dtype=torch.bfloat16).t()
+    assert apply_delta(code, transposed) and torch.equal(transposed, values)
 
 
 def test_apply_delta_of_a_damaged_code_or_other_base_is_refused():
     torch.manual_seed(0)
     before = torch.randn(50, 40).bfloat16()
     values = torch.where(torch.rand(50, 40) < 0.05, before + 1, before)
-    code = encode_delta(values, before)
+    code = encode_delta(values, before.clone())
     other = before.clone()
     other[7, 7] += 1
     assert not apply_delta(code, other) or values[7, 7] != before[7, 7]
@@ -102,6 +111,9 @@ def test_apply_delta_of_a_damaged_code_or_other_base_is_refused():
 
 
 def test_checksum_depends_on_values_and_places_and_not_on_strides():
+    def checksum(values):
+        return int(encode_delta(values, None)[:HEADER_BYTES].view(torch.int64)[3])
+
     values = random_bits((64, 32), torch.bfloat16, 1)
     number = checksum(values)
     assert checksum(values.t().contiguous().t()) == number != checksum(values.t())
@@ -122,8 +134,8 @@ def test_members_read_their_boxes_and_a_common_box_is_written_once(tmp_path):
     top, bottom = ((0, 4), (0, 32)), ((4, 8), (0, 32))
     place = partial(Place, parameter="w", dtype=torch.bfloat16)
     changes = [
-        (encode_delta(after[:4], before[:4]), [place(first, box=top), place(third, box=top)]),
-        (encode_delta(after[4:], before[4:]), [place(second, box=top), place(third, box=bottom)]),
+        (encode_delta(after[:4], before[:4].clone()), [place(first, box=top), place(third, box=top)]),
+        (encode_delta(after[4:], before[4:].clone()), [place(second, box=top), place(third, box=bottom)]),
     ]
     path = tmp_path / "0.safetensors"
     size = write_changes(path, changes)
@@ -147,6 +159,6 @@ def test_members_read_their_boxes_and_a_common_box_is_written_once(tmp_path):
 
 def test_file_of_another_format_is_refused(tmp_path):
     save_file({"codes": torch.zeros(8, dtype=torch.uint8)}, tmp_path / "0.safetensors", {"format": "verl_mg changes 9"})
-    complaint = "has the format verl_mg changes 9, this version .* reads verl_mg changes 2"
+    complaint = "has the format verl_mg changes 9, this version .* reads verl_mg changes 3"
     with pytest.raises(ValueError, match=complaint), open_changes(tmp_path / "0.safetensors", "tp2/0"):
         pass

@@ -145,6 +145,29 @@ def test_execute_extra_memory_is_two_buckets_for_any_model(ranks):
                     assert share > 5 * peak
 
 
+def peak_of_changes(bucket_bytes: int) -> tuple[int, int, int]:
+    """(Most extra bytes where all has changed, without what arrives; bytes sent; bytes of the largest box)."""
+    c = config("qwen3", hidden_size=256, intermediate_size=256, num_hidden_layers=8)
+    tensors = checkpoint(c, torch.bfloat16)
+    source, target = (shard_map_of(c, side) for side in ("megatron tp4-pp2", "engine tp2"))
+    have, sent = hold(source, tensors), SentValues()
+    own = schedule(plan(source, target, 2), dist.get_rank(), torch.bfloat16, bucket_bytes)
+    sent.keep_all(own, have)
+    for tensor in have.values():
+        tensor *= -1
+    with Allocations() as allocations:
+        held = transfer_changes(own, have, sent)
+        arrived = allocations.now
+    return allocations.peak - arrived, held[1].bytes_sent, max(t.nbytes for t in have.values())
+
+
+def test_transfer_changes_extra_memory_is_two_buckets_and_a_slab(ranks):
+    bucket = 32 * 1024
+    for peak, nbytes, largest in ranks.run(RANKS, peak_of_changes, bucket):
+        assert peak <= 2 * bucket + 3 * largest, "two buckets; factors, products and shifted products of a slab"
+        assert nbytes > 4 * (2 * bucket + 3 * largest)
+
+
 SHAPES = {"s": (), "m": (6, 4), "experts": (3, 4, 5)}
 
 

@@ -7,6 +7,7 @@ keeps a copy of the parameters that it has sent, in host memory.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -33,10 +34,10 @@ class SentValues:
 
     def encode(self, parameter: str, box: Box, values: Tensor) -> Tensor:
         """Returns the changes of a box since it was kept, all of its elements where it was not, and keeps it."""
-        kept = self._copies.get((parameter, box))
-        code = encode_delta(values, None if kept is None else kept.to(values.device))
+        if (parameter, box) in self._copies:
+            return encode_delta(values, self._copies[parameter, box])
         self.keep(parameter, box, values)
-        return code
+        return encode_delta(values, None)
 
     def keep(self, parameter: str, box: Box, values: Tensor) -> None:
         """Copies a box of a parameter."""
@@ -76,7 +77,7 @@ def transfer_changes(
     device of codes and messages.
     """
     begin = time.perf_counter()
-    transfer = _Transfer(source, sent, group, wait_for or (lambda _: None), here or device.current_device())
+    transfer = _Transfer(schedule, source, sent, group, wait_for or (lambda _: None), here or device.current_device())
     for bucket in schedule.buckets:
         transfer.run(bucket)
     for copy in schedule.copies:
@@ -106,6 +107,7 @@ def apply_patches(patches: Iterable[Patch], target: Tensors) -> bool:
 class _Transfer:
     def __init__(
         self,
+        schedule: Schedule,
         source: Sources,
         sent: SentValues,
         group: dist.ProcessGroup | None,
@@ -114,6 +116,15 @@ class _Transfer:
     ) -> None:
         self._source, self._sent, self._group, self._wait_for = source, sent, group, wait_for
         self._codes: dict[tuple[str, Box], Tensor] = {}
+        # The epoch in which a box is sent the last time: its code is released then, unless this rank needs it itself.
+        self._last: dict[tuple[str, Box], float] = {
+            (segment.parameter, segment.parameter_box): bucket.epoch
+            for bucket in schedule.buckets
+            for message in bucket.messages
+            if message.outgoing
+            for segment in message.segments
+        }
+        self._last |= {(c.source, c.source_box): math.inf for c in schedule.copies if not c.from_target}
         self._device = here
         self.patches: dict[tuple[str, Box], Tensor] = {}
         self.traffic = Traffic()
@@ -146,6 +157,8 @@ class _Transfer:
             else torch.empty(int(sizes[id(m)].sum()), dtype=torch.uint8, device=self._device)
             for m in bucket.messages
         }
+        del codes
+        self._codes = {place: code for place, code in self._codes.items() if self._last[place] > bucket.epoch}
         self._exchange(bucket, contents)
         for message in bucket.messages:
             if not message.outgoing:
