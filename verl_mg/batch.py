@@ -102,6 +102,7 @@ SELECTION_SIZES, SELECTED_KEYS = "selection_sizes", "selected_keys"
 COUNTED_BY = {ColumnKind.CANDIDATE: SUPPORT_SIZES, ColumnKind.SELECTION: SELECTION_SIZES}
 """Token column with the number of entries that each token has in a column of a kind."""
 COUNTED_COLUMNS = {SUPPORT_IDS: ColumnKind.CANDIDATE, SELECTED_KEYS: ColumnKind.SELECTION}
+_COUNTED_BY_NUMBERS = {COUNTED_BY[kind]: name for name, kind in COUNTED_COLUMNS.items()}
 TOKEN_COLUMNS = frozenset(
     {"tokens", "loss_mask", "policy_versions", "rollout_logprobs", "old_logprobs", "ref_logprobs"}
     | {"old_outputs", "sampler_top", "old_top", "centering"}
@@ -139,7 +140,7 @@ class Batch:
     # -- columns
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return self.lengths.numel()
 
     def __contains__(self, name: object) -> bool:
         return name in self._columns
@@ -172,11 +173,11 @@ class Batch:
                 f"column {name!r} has shape {shape}: a {kind.name.lower()} column of this batch starts "
                 f"with {expected} ({len(self)} rows, {self.total_tokens} tokens)"
             )
-        for counted, unit in COUNTED_COLUMNS.items():
-            if name == COUNTED_BY[unit] and counted in self and int(values.sum()) != len(self[counted]):
-                raise ValueError(
-                    f"column {name!r} adds up to {int(values.sum())}, but {counted!r} has {len(self[counted])}"
-                )
+        counted = _COUNTED_BY_NUMBERS.get(name, "")
+        if counted in self and int(values.sum()) != len(self[counted]):
+            raise ValueError(
+                f"column {name!r} adds up to {int(values.sum())}, but {counted!r} has {len(self[counted])}"
+            )
         self._columns[name] = values
         self._kinds[name] = kind
 
@@ -242,12 +243,12 @@ class Batch:
         """(n + 1,) int64: row i holds entries offsets[i]:offsets[i + 1] of a token column."""
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
 
-    @property
+    @cached_property
     def sequence_ids(self) -> Tensor:
         """(sum(lengths),) int64: the row of each token."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
 
-    @property
+    @cached_property
     def positions(self) -> Tensor:
         """(sum(lengths),) int64: each token's place in its row, from 0."""
         return torch.arange(self.total_tokens) - self.offsets[:-1][self.sequence_ids]
@@ -381,9 +382,10 @@ class Batch:
         if sum(sizes) != len(self):
             raise ValueError(f"split sizes {list(sizes)} add up to {sum(sizes)}, the batch has {len(self)} rows")
         parts = [Batch(lengths) for lengths in self.lengths.split(list(sizes))]
+        rows = {kind: self.counts(kind).split(list(sizes)) for kind in set(self._kinds.values())}
+        counts = {kind: [int(n.sum()) for n in of_parts] for kind, of_parts in rows.items()}
         for name, kind in self._kinds.items():
-            counts = [int(n.sum()) for n in self.counts(kind).split(list(sizes))]
-            for part, values in zip(parts, self[name].split(counts), strict=True):
+            for part, values in zip(parts, self[name].split(counts[kind]), strict=True):
                 part.put(name, values, kind)
         ends = list(accumulate(sizes))
         if self._images is not None:

@@ -3,6 +3,7 @@
 Each rank executes CODE in every step, with `rank`, `step` and `world`; dumps are in the folder OUTPUT.
 """
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -34,7 +35,7 @@ def main(heartbeat_timeout_s: float, stall_timeout_s: float, code: str, output: 
 
 
 def run_steps(world: World, timer: PhaseTimer, code: object) -> None:
-    names = {"rank": world.rank, "world": world, "time": time, "UserError": UserError, "hang": hang}
+    names = {"rank": world.rank, "world": world, "time": time, "os": os, "UserError": UserError, "hang": hang}
     step = 0
     while not world.signals.any_rank_stop_requested():
         step += 1

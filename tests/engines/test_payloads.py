@@ -1,6 +1,7 @@
 """Shards in memory that another process opens: one handle for all of them."""
 
 import base64
+import json
 import os
 import pickle
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from verl_mg.device import allocator_settings
+from verl_mg.distributed.collectives import FIRST_BYTES
 from verl_mg.engines import payloads
 from verl_mg.engines.payloads import ALIGNMENT, Staging, named_views, open_payload, staging_bytes
 from verl_mg.sharding.boxes import Piece, Shard
@@ -19,6 +21,7 @@ SHARDS = {
     "empty": Shard((0, 7), ()),
     "vector": Shard((9,), (Piece("c", ((0, 9),), ((0, 9),)),)),
     "scalar": Shard((), (Piece("d", (), ()),)),
+    **{f"layer.{number}": Shard((1,), (Piece(f"f{number}", ((0, 1),), ((0, 1),)),)) for number in range(100)},
     "transposed": Shard((3, 2), (Piece("e", ((0, 3), (0, 2)), ((0, 3), (0, 2))),), order=(1, 0)),
 }
 DTYPES = dict.fromkeys(SHARDS, torch.float32) | {"first": torch.bfloat16, "empty": torch.bfloat16}
@@ -40,6 +43,7 @@ def test_payload_shares_one_memory_whatever_the_number_of_tensors(monkeypatch):
     shared.clear()
     text = staging.payload()
     assert len(shared) == 1
+    assert len(json.dumps(text)) <= FIRST_BYTES, "ranks gather payloads in one round"
     received = dict(named_views(*open_payload(text, CPU)))
     assert received.keys() == SHARDS.keys()
     for name, tensor in received.items():
@@ -51,7 +55,7 @@ def test_payload_shares_one_memory_whatever_the_number_of_tensors(monkeypatch):
 
 
 def test_open_payload_with_anything_but_a_handle_raises():
-    text = base64.b64encode(pickle.dumps(("[]", os.getcwd))).decode()
+    text = base64.b64encode(pickle.dumps(os.getcwd)).decode()
     with pytest.raises(pickle.UnpicklingError, match=r"getcwd is no part of a handle"):
         open_payload(text, CPU)
 
@@ -68,18 +72,21 @@ def test_open_payload_on_a_gpu_takes_the_index_of_this_process(monkeypatch):
 
     _rebuild.__module__, _rebuild.__qualname__ = payloads.reductions.__name__, "rebuild_cuda_tensor"
     monkeypatch.setattr(payloads.reductions, "rebuild_cuda_tensor", _rebuild)
-    text = base64.b64encode(pickle.dumps(("[]", Handle()))).decode()
-    monkeypatch.setattr(payloads.reductions, "rebuild_cuda_tensor", lambda *arguments: rebuilt.append(arguments))
-    open_payload(text, torch.device("cuda", 2))
+    text = base64.b64encode(pickle.dumps(Handle())).decode()
+    held = payloads.SharedMemory("[]", 0, CPU)._whole
+    monkeypatch.setattr(
+        payloads.reductions, "rebuild_cuda_tensor", lambda *arguments: rebuilt.append(arguments) or held
+    )
+    assert open_payload(text, torch.device("cuda", 2))[0] == "[]"
     assert [arguments[6:] for arguments in rebuilt] == [(2, b"handle")]
 
 
 def test_staging_aligns_tensors_zeroes_padding_and_has_at_least_the_asked_size(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(payloads.torch, "empty", lambda size, dtype, device: torch.full((size,), 255, dtype=dtype))
-        staging = Staging(SHARDS, DTYPES, CPU, 10_000)
+        staging = Staging(SHARDS, DTYPES, CPU, 50_000)
     first, *others = (tensor for name, tensor in staging.tensors.items() if name != "empty")
-    assert first.untyped_storage().nbytes() == 10_000 > staging_bytes(SHARDS, DTYPES)
+    assert first.untyped_storage().nbytes() == 50_000 > staging_bytes(SHARDS, DTYPES)
     assert all((tensor.data_ptr() - first.data_ptr()) % ALIGNMENT == 0 for tensor in others)
     assert not staging.tensors["padded"][3:].any()
     assert filled().tensors["first"].untyped_storage().nbytes() == staging_bytes(SHARDS, DTYPES)

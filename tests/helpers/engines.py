@@ -71,6 +71,7 @@ def bring_weights(
 
     Rows that pad a parameter get the value of `padding`, every second one its negative.
     """
+    engine.begin_load()
     held = weights_of(engine, model, traced, padding)
     engine.loaded(engine.load([staging.payload() for staging in held], version))
 

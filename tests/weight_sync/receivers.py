@@ -160,12 +160,16 @@ class EngineProcess:
     def __init__(self, layout: str) -> None:
         self._layout, self.version, self.loads_left = layout, -1, 10**6
         self.loads: list[str] = []
+        self.begun = 0
         self.adapters: dict[str, Tensor] = {}
         self.restart()
 
     def restart(self) -> None:
         self.parameters: list[dict[str, Tensor]] = [{} for _ in range(EngineLayout.parse(self._layout).ranks)]
         self.version, self.loads_left = -1, 10**6
+
+    def begin_load(self) -> None:
+        self.begun += 1
 
     def load(self, payloads: list[str], version: int | None) -> int | None:
         if not self.loads_left:

@@ -67,6 +67,9 @@ class RecordingEngine(RolloutEngine):
     def wake(self, *, weights=True, kv=True):
         self._note(f"wake weights={weights} kv={kv}")
 
+    def begin_load(self):
+        self._note("begin load")
+
     def load(self, payloads, version):
         self._note("load")
         self._loads += 1
@@ -160,7 +163,8 @@ def test_update_weights_wakes_engine_after_all_ranks_released_memory(ranks, tmp_
     assert events == other and num_chunks > 2
     names = [name for name, _ in events]
     weights, cache = names.index("wake weights=True kv=False"), names.index("wake weights=False kv=True")
-    assert names.index("sleep weights=True kv=True") < weights < names.index("load") < names.index("loaded all") < cache
+    assert names.index("sleep weights=True kv=True") < weights < names.index("begin load") < names.index("load")
+    assert names.index("load") < names.index("loaded all") < cache
     for rank in range(2):
         own = [name for name, of in events[:cache] if of == rank and name in ("empty", "offload")]
         assert own[0] == "empty" and own[-2:] == ["offload", "empty"]

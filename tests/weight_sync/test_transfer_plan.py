@@ -35,7 +35,7 @@ def chunks_of_example():
 def test_transfer_plan_of_example_has_its_chunks_and_bytes(ranks):
     first, second = ranks.run(2, chunks_of_example)
     assert first == ([(["t"], 8, 0), (["u"], 8, 0)], {0: 0}, 0)
-    assert second == ([(["t"], 0, 1), (["u"], 0, 0)], {1: 16}, 16)
+    assert second == ([(["t"], 0, 1), (["u"], 0, 0)], {1: 16}, 256 + 16)
 
 
 def padding_alone():

@@ -23,6 +23,7 @@ from tests.weight_sync.receivers import (
     tensors_of,
     world,
 )
+from tools.bench.message_counter import counted_traffic
 from verl_mg.checkpoint.peft import adapted_tensors, adapter_shapes
 from verl_mg.config.roles import LoraConfig
 from verl_mg.engines.engine_options import AdapterSettings
@@ -95,8 +96,13 @@ def into_engines(wire: Wire, delta: bool) -> Steps:
         patch.setattr(transfer_plan, "CHUNK_BYTES", CHUNK)
         sync = ProcessEngineSync(placement, engine_groups(placement), engine, TABLE, wire, delta)
         for version, sent in enumerate(("all", changes)):
-            metrics = sync.transfer(source.at(version))
+            earlier = len(engine.loads) if engine else 0
+            with counted_traffic() as traffic:
+                metrics = sync.transfer(source.at(version))
             steps.note(sent, wrong(version), metrics)
+        if engine and not delta:  # one exchange for each chunk, and the report
+            assert traffic.calls["weight_sync.ipc"] == len(engine.loads) - earlier > 1
+            assert traffic.calls["weight_sync.transfer_plan"] == 1
         restart(1)
         if delta and engine and rank == leaders[0]:
             damage(engine.parameters[1])
@@ -111,6 +117,7 @@ def into_engines(wire: Wire, delta: bool) -> Steps:
             restart(version)
     if engine:
         assert ("changes" in engine.loads) == delta
+        assert engine.begun == (5 if rank == leaders[0] else 8)  # once in each transfer to the engine
         steps.held = [sum(tensor.nbytes for tensor in held.values()) for held in engine.parameters]
     return steps
 

@@ -57,7 +57,8 @@ from verl_mg.engines.request_batch import RequestBatch
 LINE_LIMIT = 2**31  # largest length of a line, in bytes; asyncio's default of 64 KiB is less than a long prompt
 ABORT_RETRY_SECONDS = 0.1
 # Methods of a host that the rank can call.
-METHODS = frozenset({"load", "load_adapters", "read", "sleep", "wake", "pause", "unpause"})
+METHODS = frozenset({"begin_load", "load", "load_adapters", "read", "sleep", "wake", "pause", "unpause"})
+CHANGES_WEIGHTS = frozenset({"begin_load", "load", "load_adapters"})
 KEEPS_REQUESTS = frozenset({"read", "wake", "unpause"})  # those during which requests of lost ranks continue
 # Time limit of an engine for ending its requests when its rank is lost and it shares a device with training.
 PART_SECONDS = 60.0
@@ -203,6 +204,9 @@ class EngineHost(ABC):
     @abstractmethod
     def abort(self, rid: str | None) -> None:
         """Aborts a request, or all with None; repeated until the samples have been sent."""
+
+    async def begin_load(self) -> None:  # noqa: B027, not all engines prepare anything
+        """Prepares the parameters for `load`, which may come before this is complete."""
 
     @abstractmethod
     async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
@@ -421,12 +425,12 @@ class EngineHost(ABC):
         if self._ledger and method not in KEEPS_REQUESTS:
             for orphan in self._ledger.orphans():  # no rank waits for them
                 await self.abort_until_sent(orphan.rid)
-        if method in ("load", "load_adapters"):
+        if method in CHANGES_WEIGHTS:
             self._version = -1  # until the last payloads the weights are a mixture, which no rank may take over
             if self._ledger:
                 self._ledger.drop_unfinished()
         await getattr(self, method)(**fields)
-        if method in ("load", "load_adapters") and fields["version"] is not None:
+        if fields.get("version") is not None:
             self._version = fields["version"]
         elif method in ("pause", "unpause"):
             self._is_paused = method == "pause"

@@ -1,8 +1,10 @@
 """Passes tensors, or changes of parameters, to another process of the machine as one memory handle.
 
-A message has the handle, and no values:
+A message has the handle, whose size does not depend on the tensors; their places and values are in the memory:
 
     rank: Staging(shards) --> tensors are filled --> payload() ==base64 text==> engine: open_payload --> named_views
+
+    memory    size of a JSON text in 8 bytes, the text, at the next multiple of ALIGNMENT the data
 
 The handle is what `torch.multiprocessing` pickles: a name in shared memory on the CPU, a CUDA IPC handle on a GPU. It
 is sent to the engine that this job has started, over a private socket; this side unpickles nothing, and the other side
@@ -13,7 +15,7 @@ process never opened, because it ended, stays allocated until this process ends.
 
 Changes are patches, which the other process applies; it reports in the same memory.
 
-    memory    one int64 for each patch: 0, then APPLIED or REFUSED; then the codes of the patches
+    data      one int64 for each patch: 0, then APPLIED or REFUSED; then the codes of the patches
 
 Two patches with codes of 40 and 24 bytes: reports in bytes 0 to 15, codes in 16 to 55 and in 56 to 79.
 """
@@ -59,44 +61,45 @@ class Staging:
         device: torch.device,
         min_bytes: int = 0,
     ) -> None:
-        self._places, size = _places(shards, dtypes)
-        self._memory = shared_memory(max(size, min_bytes), device)
+        places, size = _places(shards, dtypes)
+        self._memory = SharedMemory(places, size, device, min_bytes)
         # The other process copies whole parameters; tensors have the dimensions of the shards.
-        self.tensors = {name: shards[name].described(view) for name, view in named_views(self._places, self._memory)}
+        self.tensors = {name: shards[name].described(view) for name, view in named_views(places, self._memory.data)}
         for name, shard in shards.items():
             if shard.padding:
                 self.tensors[name].zero_()
 
     def payload(self) -> str:
-        """Returns the handle with the tensors' places, in base64, for `open_payload`.
-
-        It can be opened once, and the memory must exist until then.
-        """
-        return payload_of(self._places, self._memory)
+        """Returns the handle of the memory, for `open_payload`."""
+        return self._memory.payload()
 
 
-def shared_memory(size: int, device: torch.device) -> Tensor:
-    """Allocates memory that another process can open, (size,) uint8 with undefined values."""
-    # GPU: memory of the device outside of expandable segments, whose handle CUDA shares; on the CPU a file in shared
-    # memory.
-    # GPU-TEST: tests/engines/test_payloads.py::test_staging_on_a_gpu_is_allocated_without_expandable_segments,
-    # tests/engines/test_payloads.py::test_open_payload_on_a_gpu_takes_the_index_of_this_process
-    # GPU-RAN: h200-1, h100-1
-    # A process that opens expandable segments needs a system call that containers refuse.
-    with without_expandable_segments() if device.type == "cuda" else nullcontext():
-        memory = torch.empty(size, dtype=torch.uint8, device=device)
-    if device.type == "cpu":
+class SharedMemory:
+    """Memory that another process can open, with a JSON text and `data`, uint8 with undefined values."""
+
+    def __init__(self, places: str, size: int, device: torch.device, min_bytes: int = 0) -> None:
+        text, start = places.encode(), _data_start(len(places))
+        # GPU: memory of the device outside of expandable segments, whose handle CUDA shares; on the CPU a file in
+        # shared memory.
+        # GPU-TEST: tests/engines/test_payloads.py::test_staging_on_a_gpu_is_allocated_without_expandable_segments,
+        # tests/engines/test_payloads.py::test_open_payload_on_a_gpu_takes_the_index_of_this_process
+        # GPU-RAN: h200-1, h100-1
+        # A process that opens expandable segments needs a system call that containers refuse.
+        with without_expandable_segments() if device.type == "cuda" else nullcontext():
+            self._whole = torch.empty(max(start + size, min_bytes), dtype=torch.uint8, device=device)
+        if device.type == "cpu":
+            with _by_name():
+                self._whole.share_memory_()
+        head = bytearray(len(text).to_bytes(_NUMBER_BYTES, "little") + text)
+        self._whole[: len(head)] = torch.frombuffer(head, dtype=torch.uint8)
+        self.data = self._whole[start:]
+
+    def payload(self) -> str:
+        """Returns the handle in base64. It can be opened once, and the memory must exist until then."""
+        buffer = io.BytesIO()
         with _by_name():
-            memory.share_memory_()
-    return memory
-
-
-def payload_of(places: str, memory: Tensor) -> str:
-    """Returns the handle of memory in base64, for `open_payload`; it can be opened once."""
-    buffer = io.BytesIO()
-    with _by_name():
-        ForkingPickler(buffer).dump((places, memory))
-    return base64.b64encode(buffer.getvalue()).decode()
+            ForkingPickler(buffer).dump(self._whole)
+        return base64.b64encode(buffer.getvalue()).decode()
 
 
 def open_payload(payload: str, device: torch.device) -> tuple[str, Tensor]:
@@ -104,8 +107,14 @@ def open_payload(payload: str, device: torch.device) -> tuple[str, Tensor]:
 
     `device` is the memory's device under its index in that process.
     """
-    places, memory = _HandleUnpickler(io.BytesIO(base64.b64decode(payload)), device).load()
-    return places, memory
+    memory: Tensor = _HandleUnpickler(io.BytesIO(base64.b64decode(payload)), device).load()
+    size = int(memory[:_NUMBER_BYTES].view(torch.int64))
+    text = memory[_NUMBER_BYTES : _NUMBER_BYTES + size].cpu().numpy().tobytes()
+    return text.decode(), memory[_data_start(size) :]
+
+
+def _data_start(text_bytes: int) -> int:
+    return -(-(_NUMBER_BYTES + text_bytes) // ALIGNMENT) * ALIGNMENT
 
 
 class _HandleUnpickler(pickle.Unpickler):
@@ -148,7 +157,7 @@ class _HandleUnpickler(pickle.Unpickler):
 
 
 def named_views(places: str, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, view of the memory) of each tensor.
+    """Yields (name, view of the data) of each tensor.
 
     `places` is a JSON list of (name, dtype, shape, offset in bytes). Tensors a (2, 3) in float32 and b (4,) in bfloat16
     need 264 bytes: [["a", "float32", [2, 3], 0], ["b", "bfloat16", [4], 256]].
@@ -160,7 +169,8 @@ def named_views(places: str, memory: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def staging_bytes(shards: Mapping[str, Shard], dtypes: Mapping[str, torch.dtype]) -> int:
     """Returns the size of the memory for shards."""
-    return _places(shards, dtypes)[1]
+    places, size = _places(shards, dtypes)
+    return _data_start(len(places)) + size
 
 
 def _places(shards: Mapping[str, Shard], dtypes: Mapping[str, torch.dtype]) -> tuple[str, int]:
@@ -192,16 +202,16 @@ class PatchStaging:
         for patch in patches:
             places.append((patch.parameter, shards[patch.parameter].order, patch.box, end, len(patch.code)))
             end += len(patch.code)
-        self._memory = shared_memory(max(end, _NUMBER_BYTES), device)
-        self._reports = self._memory[: _NUMBER_BYTES * len(patches)].view(torch.int64)
+        self._memory = SharedMemory(json.dumps({"patches": places}), end, device)
+        data = self._memory.data
+        self._reports = data[: _NUMBER_BYTES * len(patches)].view(torch.int64)
         self._reports.zero_()
         for patch, (*_, start, size) in zip(patches, places, strict=True):
-            self._memory[start : start + size] = patch.code
-        self._places = json.dumps({"patches": places})
+            data[start : start + size] = patch.code
 
     def payload(self) -> str:
         """Returns the handle of the memory, for `open_payload`."""
-        return payload_of(self._places, self._memory)
+        return self._memory.payload()
 
     def intact(self) -> bool:
         """Returns whether all patches gave the values of their senders; waits for the other process."""

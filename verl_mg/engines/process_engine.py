@@ -268,6 +268,7 @@ class ProcessEngine(RequestTracker):
         self.kind, self._model, self._log, self._nodes = kind, model, log, nodes
         self._results: dict[int, tuple[bool, str]] = {}
         self._loads: dict[int, int | None] = {}
+        self._begun: int | None = None  # call of `begin_load` that has not been waited for
         self._process: EngineProcess | None = None
         self._ports: PortBlock | None = None
         self._asleep: set[str] = set()
@@ -323,7 +324,7 @@ class ProcessEngine(RequestTracker):
         if self._nodes:
             self._nodes.watch(self._process)
         self._set_size(self._process.wait_until_ready(START_SECONDS))
-        self._version = -1
+        self._version, self._begun = -1, None
         self._asleep, self._is_paused = set(), False
 
     def _set_size(self, state: Mapping[str, Any]) -> None:
@@ -390,6 +391,10 @@ class ProcessEngine(RequestTracker):
         self._wait(self._call("unpause"))
         self._is_paused = False
 
+    def begin_load(self) -> None:
+        """Starts an update, whose first `load` follows; does not wait for the engine."""
+        self._begun = self._call("begin_load")
+
     def load(self, payloads: Sequence[str], version: int | None) -> int:
         """Starts copying the tensors of the payloads into the parameters; returns a number for `loaded`.
 
@@ -405,7 +410,10 @@ class ProcessEngine(RequestTracker):
     def loaded(self, number: int) -> None:
         """Waits until the engine has copied the tensors of a `load`; UserError where its model has others."""
         version = self._loads.pop(number)
+        begun, self._begun = self._begun, None
         try:
+            if begun is not None:
+                self._wait(begun)
             self._wait(number)
         except RuntimeError as error:
             raise UserError(

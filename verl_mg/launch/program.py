@@ -20,6 +20,7 @@ from verl_mg import device
 from verl_mg.distributed.launcher import Launcher
 
 IMPORTED = "verl_mg.launch.imported"
+FORK_SAFE_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"  # variable by which torch asks the driver, not CUDA, for GPUs
 
 
 def start_server() -> None:
@@ -27,8 +28,7 @@ def start_server() -> None:
     # torchrun sets it with a warning if there are several ranks; a rank then chooses by its cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     device.set_default_variables()
-    # torch asks the driver whether there are GPUs: if it asked CUDA, the forks could not use them.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ.setdefault(FORK_SAFE_CHECK, "1")  # if torch asked CUDA, the forks could not use the GPUs
     context = multiprocessing.get_context("forkserver")
     context.set_executable(os.environ.get("PYTHON_EXEC", sys.executable))  # torchrun's variable
     context.set_forkserver_preload([IMPORTED])
@@ -52,6 +52,9 @@ def _use_device() -> None:
 
 def run_program(*arguments: str) -> None:
     """Runs `[-u] -m MODULE ...` or `[-u] SCRIPT ...` in this process; exits with its code unless that is 0."""
+    # A rank is not forked further. The driver's library would be loaded and searched at each question: 0.13 ms without
+    # a GPU, at every change of phase with `profile.synchronize`.
+    os.environ.pop(FORK_SAFE_CHECK, None)
     # A fork has the server's name in lists of processes.
     Path("/proc/self/comm").write_text(f"rank {os.environ['RANK']}", encoding="ascii")
     words = list(arguments)

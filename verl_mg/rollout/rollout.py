@@ -453,7 +453,7 @@ def group_rows(
     for the rest. A group is the samples of a prompt, or where agents have names the trajectories of one agent.
     """
     pairs = [(group, i) for group in groups for i in group.ids if i in completed]
-    samples = [replace(completed[i], id=sample_number(i)) for _, i in pairs]
+    samples = [completed[i] if sample_number(i) == i else replace(completed[i], id=sample_number(i)) for _, i in pairs]
     prompts = [group.prompt for group, _ in pairs]
     batch = samples_to_batch(prompts, samples, policy_version, columns)
     pair_of = {sample_number(i): (group, i) for group, i in pairs}

@@ -99,7 +99,7 @@ class _LocalRows:
         for part in parts:
             values, selected = self._batch[part.name], places(self._index.schema[part.name].kind)
             if part.layers is None:
-                yield part, values[selected]
+                yield part, values.index_select(0, selected)
             else:
                 yield part, values[selected[:, None], torch.tensor(part.layers, dtype=torch.int64)]
 
@@ -120,11 +120,12 @@ class _Rows:
         self._index, self._rows, self._parts = index, rows, parts
         self._place = {row: place for place, row in enumerate(rows)}
         self._counts = cache(lambda kind: torch.tensor(_counts_of(index, kind, rows), dtype=torch.int64))
-        self._columns: dict[str, Tensor] = {}
-        for part in parts:
-            column = index.schema[part.name]
-            entries = int(self._counts(column.kind).sum())
-            self._columns[part.name] = torch.empty(entries, *part.shape(index.schema), dtype=column.dtype)
+        entries = cache(lambda kind: sum(_counts_of(index, kind, rows)))
+        columns = {part.name: part.schema(index.schema) for part in parts}
+        self._columns = {
+            name: torch.empty(entries(column.kind), *column.shape, dtype=column.dtype)
+            for name, column in columns.items()
+        }
 
     def batch(self) -> Batch:
         """Returns the rows, once all have been received."""
@@ -145,7 +146,7 @@ class _Rows:
     def _fill(self, rows: Sequence[int], parts: Iterable[tuple[ColumnPart, Tensor]]) -> None:
         places = _places(self._counts, torch.tensor([self._place[row] for row in rows], dtype=torch.int64))
         for part, values in parts:
-            self._columns[part.name][places(self._index.schema[part.name].kind)] = values
+            self._columns[part.name].index_copy_(0, places(self._index.schema[part.name].kind), values)
 
 
 def _places(counts: Callable[[ColumnKind], Tensor], rows: Tensor) -> Callable[[ColumnKind], Tensor]:
@@ -161,13 +162,11 @@ def _counts_of(index: RowIndex, kind: ColumnKind, rows: Sequence[int]) -> list[i
 
 def _parts_of(piece: Delivery, data: Tensor, index: RowIndex) -> Iterator[tuple[ColumnPart, Tensor]]:
     """Yields each part of a piece with its entries as a view of the piece's bytes."""
-    start, total = 0, cache(lambda kind: sum(_counts_of(index, kind, piece.rows)))
-    for part in piece.parts:
-        column = index.schema[part.name]
-        entries = total(column.kind)
-        stop = start + entries * part.entry_bytes(index.schema)
-        yield part, data[start:stop].view(column.dtype).view(entries, *part.shape(index.schema))
-        start = stop
+    entries = cache(lambda kind: sum(_counts_of(index, kind, piece.rows)))
+    columns = [part.schema(index.schema) for part in piece.parts]
+    sizes = [entries(column.kind) * column.entry_bytes for column in columns]
+    for part, column, values in zip(piece.parts, columns, data.split(sizes), strict=True):
+        yield part, values.view(column.dtype).view(entries(column.kind), *column.shape)
 
 
 def gather_images(

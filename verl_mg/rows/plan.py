@@ -29,6 +29,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -64,7 +65,7 @@ class ColumnSchema:
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    @property
+    @cached_property
     def entry_bytes(self) -> int:
         """Number of bytes of one entry."""
         return math.prod(self.shape) * self.dtype.itemsize
@@ -300,15 +301,10 @@ class ColumnPart:
     layers: tuple[int, ...] | None = None
     """Indices in the first dimension of an entry, such as (2, 3) of `routed_experts`; None for whole entries."""
 
-    def shape(self, schema: Mapping[str, ColumnSchema]) -> tuple[int, ...]:
-        """Returns the dimensions of one entry of the part."""
-        whole = schema[self.name].shape
-        return whole if self.layers is None else (len(self.layers), *whole[1:])
-
-    def entry_bytes(self, schema: Mapping[str, ColumnSchema]) -> int:
-        """Returns the number of bytes of one entry of the part."""
-        column = schema[self.name]
-        return ColumnSchema(column.kind, column.dtype, self.shape(schema)).entry_bytes
+    def schema(self, columns: Mapping[str, ColumnSchema]) -> ColumnSchema:
+        """Returns the type and the shape of the part, from the schema of whole columns."""
+        whole = columns[self.name]
+        return whole if self.layers is None else replace(whole, shape=(len(self.layers), *whole.shape[1:]))
 
 
 @dataclass(frozen=True)
@@ -334,6 +330,9 @@ class Delivery:
 
     def pieces(self, index: RowIndex, limit: int) -> Iterator[Delivery]:
         """Divides the rows into deliveries of at most `limit` bytes, or of a single longer row."""
+        if self.num_bytes <= limit:
+            yield self
+            return
         rows: list[int] = []
         filled = 0
         for row, size in zip(self.rows, row_bytes(index, self.rows, self.parts), strict=True):
@@ -354,12 +353,15 @@ def row_bytes(index: RowIndex, rows: Sequence[int], parts: Sequence[ColumnPart])
     """Returns the bytes of parts of each of `rows`, which are row numbers of the index."""
     sizes: Counter[ColumnKind] = Counter()
     for part in parts:
-        sizes[index.schema[part.name].kind] += part.entry_bytes(index.schema)
+        column = part.schema(index.schema)
+        sizes[column.kind] += column.entry_bytes
     # Not by the numbers of all rows for each call, of which a large job has one for each pair of ranks.
     fixed = sum(size for kind, size in sizes.items() if kind is not ColumnKind.TOKEN and kind not in COUNTED_BY)
-    counted = {kind: counts for kind, counts in index.counted.items() if kind in sizes}
-    by_kind = [(sizes[kind], counts) for kind, counts in {ColumnKind.TOKEN: index.lengths, **counted}.items()]
-    return [fixed + sum(size * counts[row] for size, counts in by_kind) for row in rows]
+    of_rows = [fixed] * len(rows)
+    for kind, counts in {ColumnKind.TOKEN: index.lengths, **index.counted}.items():
+        if size := sizes[kind]:
+            of_rows = [before + size * counts[row] for before, row in zip(of_rows, rows, strict=True)]
+    return of_rows
 
 
 def plan_deliveries(

@@ -106,15 +106,17 @@ def samples_to_batch(
         batch.put("agent", torch.tensor([numbers.get(part.agent, 0) for part in parts]).long(), ColumnKind.SEQUENCE)
         batch["trajectory"] += MAX_SAMPLES * batch["agent"]
     batch["sample_id"] = torch.tensor([row.id for row in rows], dtype=torch.int64)
-    oldest = [min((v for v in part.policy_versions if v != NOT_GENERATED), default=policy_version) for part in parts]
-    batch["policy_version"] = torch.tensor(oldest, dtype=torch.int64)
     batch["truncated"] = torch.tensor([part.truncated for part in parts], dtype=torch.bool)
     # Engines report the last tokens of a row: the prompt of a plain sample has no versions and log-probs.
     reported = batch.lengths - torch.tensor([len(part.policy_versions) for part in parts], dtype=torch.int64)
     known = batch.positions >= batch.expand_to_tokens(reported)
     versions = torch.full((batch.total_tokens,), NOT_GENERATED, dtype=torch.int64)
     versions[known] = torch.tensor([v for part in parts for v in part.policy_versions], dtype=torch.int64)
-    batch["policy_versions"], batch["loss_mask"] = versions, versions != NOT_GENERATED
+    batch["policy_versions"], generated = versions, versions != NOT_GENERATED
+    batch["loss_mask"] = generated
+    oldest = torch.full((len(batch),), policy_version, dtype=torch.int64)
+    rows_of, versions = batch.sequence_ids[generated], versions[generated]
+    batch["policy_version"] = oldest.scatter_reduce_(0, rows_of, versions, "amin", include_self=False)
     logprobs = torch.zeros(batch.total_tokens)
     logprobs[known] = torch.tensor([value for part in parts for value in part.logprobs])
     batch["rollout_logprobs"] = logprobs

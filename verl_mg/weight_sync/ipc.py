@@ -3,8 +3,9 @@
 Two chunks are on their way at a time, one between ranks and one into the engine:
 
     ranks of the job                                      processes of the engine
+    begin_load                                       ──▶ prepare their parameters, meanwhile
     receive chunk 0 in memory A
-    names of the memory ──▶ leader ──▶ load(chunk 0)  ──▶ copy A into the parameters
+    handles of the memory ──▶ leader ──▶ load(chunk 0) ──▶ copy A into the parameters
     receive chunk 1 in memory B                             meanwhile
     finish waits                                      ◀── chunk 0 is copied; A is released, and allocated for chunk 2
     ...                                                   the last chunk carries the new version
@@ -170,6 +171,7 @@ class _EngineUpdate:
         self._loading: int | None = None
         self._staging: Staging | PatchStaging | None = None
         self._died = False
+        self._call(lambda engine: engine.begin_load())
 
     def load(self, staging: Staging | PatchStaging, is_last: bool) -> None:
         """Starts copying a chunk into the parameters, from the memory of all ranks of the engine."""

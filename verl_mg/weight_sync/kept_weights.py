@@ -21,7 +21,7 @@ from verl_mg import device
 from verl_mg.checkpoint.sharded_safetensors import StoredBox
 from verl_mg.distributed.collectives import all_gather_json
 from verl_mg.engines.engine import EngineDiedError
-from verl_mg.engines.payloads import ALIGNMENT, Staging
+from verl_mg.engines.payloads import Staging
 from verl_mg.engines.process_engine import ProcessEngine
 from verl_mg.errors import UserError
 from verl_mg.reshard import execute, plan, schedule, split_into_chunks
@@ -100,7 +100,7 @@ def take_back(
     kept = KeptWeights(shards, wire_dtypes(shards, whole.tensors, runner.dtype))
     for part in parts:
         held = part.shards(rank)
-        staging = Staging(held, wire_dtypes(held, part.tensors, runner.dtype), where, min_bytes=ALIGNMENT)
+        staging = Staging(held, wire_dtypes(held, part.tensors, runner.dtype), where)
         problem = _read(staging, group, engine, is_last=part is parts[-1]) if group else ""
         # Here too, so that none gives its memory back before an engine has opened it.
         if problem := next((text for text in all_gather_json(problem) if text), ""):

@@ -83,7 +83,7 @@ class TransferPlan:
 
         chunk 0    t    rank 0 sends rows 0:2, 8 bytes; rank 1 copies rows 2:4 from its memory
         chunk 1    u    rank 0 sends 8 bytes
-        on rank 1    lower_bounds == {1: 16}, staging_bytes == 16
+        on rank 1    lower_bounds == {1: 16}, staging_bytes == 272, with the 256 of the places of tensors
     """
 
     target: ShardMap

@@ -50,7 +50,7 @@ class SGLangHost(EngineHost):
         self._adapters: str | None = None  # SGLang's name of the adapters that requests use
         self._num_loads = 0
         self._loads: Counter[str] = Counter()  # counts of the load that no sample has brought to the rank
-        self._in_session = False
+        self._in_session, self._beginning = False, asyncio.Lock()
 
     async def generate(self, requests: Mapping[str, dict[str, Any]]) -> Mapping[str, Awaitable[Result]]:
         """Implements `EngineHost.generate`, by one request of SGLang's for all of them."""
@@ -102,6 +102,16 @@ class SGLangHost(EngineHost):
         """Implements `EngineHost.abort`."""
         self._manager.abort_request(rid=rid or "", abort_all=rid is None)
 
+    async def begin_load(self) -> None:
+        """Opens SGLang's session of an update, unless one is open."""
+        # `load` waits for it: schedulers drop complete requests in the step after, and refuse to flush a cache that has
+        # any.
+        async with self._beginning:
+            if not self._in_session:
+                selector = ALL if len(self._models) > 1 else TARGET
+                await self._request("begin_weight_update", "BeginWeightUpdateReqInput", selector=selector)
+                self._in_session = True
+
     async def load(self, payloads: Sequence[str], version: int | None, flush: bool) -> None:
         """Implements `EngineHost.load` by our weight loader."""
         is_last = version is not None
@@ -113,11 +123,7 @@ class SGLangHost(EngineHost):
 
     async def _call_loader(self, payloads: Sequence[str], is_last: bool, reads: bool = False, **fields: Any) -> None:
         """Calls our weight loader in all schedulers, in a session of SGLang from the first payloads to the last."""
-        if not self._in_session:
-            # Awaited: schedulers drop complete requests in the step after, and refuse to flush a cache that has any.
-            selector = ALL if len(self._models) > 1 else TARGET
-            await self._request("begin_weight_update", "BeginWeightUpdateReqInput", selector=selector)
-            self._in_session = True
+        await self.begin_load()
         # Not by the manager's methods, which wait for a response before they send the next request.
         sent = []
         for model in self._models:
