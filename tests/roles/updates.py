@@ -161,7 +161,9 @@ def noise_loss(tokens: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
 
 def passes(model, layout, budget, batch, shares, kind=Actor, options=()):
     """Numbers and outputs of this rank's rows, then metrics, gradients, tokens and FLOPs of an update."""
-    batch = batch if shares else batch.select_columns(set(batch.names()) - {"prefix_of", "prefix_length", "prompt_length"})
+    batch = (
+        batch if shares else batch.select_columns(set(batch.names()) - {"prefix_of", "prefix_length", "prompt_length"})
+    )
     own = list(range(dist.get_rank(), len(batch), dist.get_world_size()))
     role, mine = role_on(kind, model, layout, budget, **dict(options)), batch.select(own)
     outputs = role.forward(mine).split(mine.lengths.tolist())

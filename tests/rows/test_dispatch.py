@@ -67,6 +67,26 @@ def test_gathered_rows_are_in_order_and_scattered_columns_reach_their_owners(ran
         assert fetched.kind("mine") is ColumnKind.TOKEN
 
 
+def links_of_prompts(images):
+    """Links of rows 0 and 1 of rank 0, and 2 and 3 of rank 1: prompt 7 8 9, the last one's is 7 8 6."""
+    rank = dist.get_rank()
+    batch = Batch.from_rows([[7, 8, 9, 1], [7, 8, 9]] if rank == 0 else [[7, 8, 9, 2, 3], [7, 8, 6, 4]])
+    batch["sample_id"] = 2 * rank + torch.arange(2)
+    batch["prompt_length"], batch["loss_mask"] = torch.tensor([3, 3]), batch.positions > 2
+    if images and rank == 1:
+        batch.images = [(Image(b"a"),), (Image(b"b"),)]
+    return RowIndexer().index(batch).links
+
+
+@pytest.mark.parametrize(("images", "shared"), [(False, [0, 0, 3, 0]), (True, [0] * 4)])
+def test_index_links_rows_of_a_prompt_on_other_ranks_unless_they_have_images_or_no_token_of_their_own(
+    ranks, images, shared
+):
+    first, second = ranks.run(2, links_of_prompts, images)
+    assert first == second and first.shared == shared
+    assert first.parents == [0, 1, 0 if shared[2] else 2, 3]
+
+
 def replicated():
     """Two ranks take the same rows, as the ranks of one tensor-parallel group do."""
     batch = rows_held_by(2 * dist.get_rank())

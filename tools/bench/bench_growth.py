@@ -5,8 +5,8 @@
     python -m tools.bench.bench_growth ranks [--largest 8]      # messages, bytes, store operations, CPU of a rank
 
 The job is GRPO with a reference on the task of recipes/tasks/repeat_digit.py and the engine `hf`. An exponent of 1 is
-growth as that of rows, or of ranks with equally many rows each: for one rank, all ranks together are one more. Seconds
-are of the fastest iteration. On paper the bytes of rows come from `plan_deliveries` and `plan_returns`, for 16 ranks
+growth as that of rows, or of the other ranks, with equally many rows each: for one rank, all ranks together are one
+more. Seconds are of the fastest iteration. On paper the bytes of rows come from `plan_deliveries` and `plan_returns`, for 16 ranks
 and more. `exponent` is of all sizes, `last` of the last doubling.
 """
 
@@ -18,7 +18,7 @@ import math
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from io import StringIO
@@ -167,12 +167,13 @@ def _print_phases(what: str, seconds: Mapping[int, Mapping[str, float]]) -> None
     )
 
 
-def _table(title: str, rows: Mapping[str, Sequence[float]], sizes: Sequence[int] | Mapping[int, Any]) -> None:
-    """Prints values by size, with the exponents of their growth."""
+def _table(title: str, rows: Mapping[str, Sequence[float]], sizes: Iterable[int], less: int = 0) -> None:
+    """Prints values by size, with the exponents of their growth with the sizes less a number."""
     sizes = list(sizes)
+    grown = [size - less for size in sizes]
     print(f"\n{title:42}" + "".join(f"{size:>11,}" for size in sizes) + f"{'exponent':>10}{'last':>7}", flush=True)
     for name, values in rows.items():
-        exponents = f"{exponent(sizes, values):>10.2f}{exponent(sizes[-2:], values[-2:]):>7.2f}"
+        exponents = f"{exponent(grown, values):>10.2f}{exponent(grown[-2:], values[-2:]):>7.2f}"
         print(f"{name:42}" + "".join(f"{value:>11,.2f}" for value in values) + exponents, flush=True)
 
 
@@ -257,10 +258,10 @@ def _print_ranks(folder: Path, counts: Sequence[int]) -> None:
     rows["CPU ms of the process, models too"] = [
         1e3 * sum(rank["cpu"] for rank in report) / len(report) for report in reports.values()
     ]
-    _table("of a rank by ranks, the largest", rows, counts)
+    _table("of a rank by ranks, the largest", rows, counts, less=1)
     paper = [2**power for power in range(1, 8)]
     planned = [on_paper(count) for count in paper]
-    _table("rows of a rank on paper", {name: [row[name] for row in planned] for name in planned[0]}, paper)
+    _table("rows of a rank on paper", {name: [row[name] for row in planned] for name in planned[0]}, paper, 1)
 
 
 def on_paper(ranks: int) -> dict[str, float]:

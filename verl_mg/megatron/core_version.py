@@ -192,9 +192,15 @@ class MLASelfAttention(multi_latent_attention.MLASelfAttention):
 
 def group_globals() -> dict[str, Any]:
     """Returns the globals in which megatron-core keeps its process groups, and what it derives from them."""
+    every = vars(parallel_state)
+    return {name: every[name] for name in _group_names()}
+
+
+@functools.cache
+def _group_names() -> tuple[str, ...]:
     # Its list of all groups is replaced too: it would keep the groups of every layout, and their threads, alive.
-    names = [name for name in vars(parallel_state) if name.startswith("_") and name.isupper()]
-    return {name: getattr(parallel_state, name) for name in [*names, "_global_process_group_list"]}
+    names = (name for name in vars(parallel_state) if name.startswith("_") and name.isupper())
+    return (*names, "_global_process_group_list")
 
 
 def set_group_globals(values: dict[str, Any]) -> None:
