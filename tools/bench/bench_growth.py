@@ -6,8 +6,8 @@
 
 The job is GRPO with a reference on the task of recipes/tasks/repeat_digit.py and the engine `hf`. An exponent of 1 is
 growth as that of rows, or of the other ranks, with equally many rows each: for one rank, all ranks together are one
-more. Seconds are of the fastest iteration. On paper the bytes of rows come from `plan_deliveries` and `plan_returns`, for 16 ranks
-and more. `exponent` is of all sizes, `last` of the last doubling.
+more. Seconds are of the fastest iteration. On paper the bytes of rows come from `plan_deliveries` and `plan_returns`.
+`exponent` is of all sizes, `last` of the last doubling.
 """
 
 from __future__ import annotations
