@@ -79,9 +79,7 @@ def links_of_prompts(images):
 
 
 @pytest.mark.parametrize(("images", "shared"), [(False, [0, 0, 3, 0]), (True, [0] * 4)])
-def test_index_links_rows_of_a_prompt_on_other_ranks_unless_they_have_images_or_no_token_of_their_own(
-    ranks, images, shared
-):
+def test_index_links_rows_of_a_prompt_on_all_ranks_unless_they_have_images(ranks, images, shared):
     first, second = ranks.run(2, links_of_prompts, images)
     assert first == second and first.shared == shared
     assert first.parents == [0, 1, 0 if shared[2] else 2, 3]

@@ -111,7 +111,7 @@ def _encode_slab(bits: Tensor, kept: Tensor | None, factors: Tensor) -> list[Ten
     words = _words(bits)
     number = _checksum(words, factors)
     if kept is None:
-        return _code(Kind.ALL, number, bits.reshape(-1))
+        return _code(Kind.ALL, number, _flat(bits))
     # Words of several elements are compared first: few of them differ.
     before = _words(kept.to(bits.device))
     differ = (words != before).nonzero().squeeze(1)
@@ -123,7 +123,7 @@ def _encode_slab(bits: Tensor, kept: Tensor | None, factors: Tensor) -> list[Ten
     kept.copy_(bits)
     count, size, bitmap_bytes = len(inner), bits.numel(), -(-bits.numel() // 8)
     if count * bits.itemsize + min(bitmap_bytes, count) >= size * bits.itemsize:
-        return _code(Kind.ALL, number, bits.reshape(-1))
+        return _code(Kind.ALL, number, _flat(bits))
     shift = (8 // bits.itemsize).bit_length() - 1
     at = (differ.index_select(0, inner >> shift) << shift) + (inner & (1 << shift) - 1)
     changed_values = new.index_select(0, inner)
@@ -193,10 +193,14 @@ def _slabs(bits: Tensor) -> Iterator[Tensor]:
 
 def _words(bits: Tensor) -> Tensor:
     """Returns all elements in order as words of 8 bytes, filled with zeros."""
-    flat = bits.reshape(-1)
+    flat = _flat(bits)
     if flat.nbytes % 8 or flat.storage_offset() * flat.itemsize % 8:
         flat = torch.nn.functional.pad(flat, (0, -flat.nbytes % 8 // flat.itemsize))
     return flat.view(torch.int64)
+
+
+def _flat(bits: Tensor) -> Tensor:
+    return bits.reshape(-1).contiguous()  # a column of a transposed parameter is reshaped without a copy
 
 
 def _bits(values: Tensor) -> Tensor:
