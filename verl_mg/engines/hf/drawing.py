@@ -126,8 +126,9 @@ def draw_tokens(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
     weights = (scores - best_score).exp_()  # in place: new memory of this size costs the CPU more than the function
     total = weights.sum(dim=-1, keepdim=True)
     excluded = torch.tensor(sampling.excluded_token_ids, dtype=torch.int64, device=scores.device)
-    # After `total`: training computes log-probs under the full distribution, and so they are here.
-    weights.index_fill_(-1, excluded, 0.0)
+    if sampling.excluded_token_ids:
+        # After `total`: training computes log-probs under the full distribution, and so they are here.
+        weights.index_fill_(-1, excluded, 0.0)
     candidates = None
     if sampling.temperature > 0:
         kept, ids = _kept(weights, total, sampling)

@@ -27,6 +27,14 @@ from verl_mg.models.transformers_module import module_class, read_module_config
 _Running = tuple[Request, Sampling, Row]
 
 
+class _Waiting:
+    """A request that has no slot yet. What each look at all waiting ones compares is computed once."""
+
+    def __init__(self, request: Request, sampling: Sampling) -> None:
+        self.request, self.sampling = request, sampling
+        self.drawing, self.batching_key = _drawing(sampling), _batching_key(request, sampling)
+
+
 class HFEngine(RolloutEngine):
     """Rollout engine that decodes batches with a `transformers` model.
 
@@ -74,7 +82,7 @@ class HFEngine(RolloutEngine):
         self._defined = load_weights
         self._updating = False
         self._abort = threading.Event()  # set in any thread, read after each token
-        self._waiting: list[tuple[Request, Sampling]] = []
+        self._waiting: list[_Waiting] = []
         self._running: list[_Running] = []
 
     def chosen(self) -> dict[str, str]:
@@ -94,7 +102,7 @@ class HFEngine(RolloutEngine):
             self._check(request, sampling)
         if not self._waiting and not self._running:  # else the abort is meant for them
             self._abort.clear()
-        self._waiting += [(request, sampling) for request in requests]
+        self._waiting += [_Waiting(request, sampling) for request in requests]
 
     def collect(self, timeout: float) -> list[Sample]:
         """Begins waiting requests in free slots, and decodes until some have ended; `timeout` is ignored."""
@@ -104,7 +112,7 @@ class HFEngine(RolloutEngine):
         self._running = [each for each in self._running if not each[2].finish]
         samples = [self._sample(*each) for each in ended]
         if self._abort.is_set():
-            rest = [*self._running, *(self._with_row(*each) for each in self._waiting)]
+            rest = [*self._running, *map(self._with_row, self._waiting)]
             samples += [self._sample(*each) for each in rest]
             self._running, self._waiting = [], []
             self._decoder.clear()
@@ -114,7 +122,7 @@ class HFEngine(RolloutEngine):
         """Begins an update; the weights may be written until `end_update`, after which running requests continue."""
         self._updating = True
         # Keys and values of the old weights are computed again, also of the prompts.
-        continued = [(replace(each[0], partial=self._sample(*each)), each[1]) for each in self._running]
+        continued = [_Waiting(replace(each[0], partial=self._sample(*each)), each[1]) for each in self._running]
         self._running, self._waiting = [], continued + self._waiting
         self._decoder.clear()
 
@@ -172,14 +180,16 @@ class HFEngine(RolloutEngine):
         """Moves waiting requests to the free slots, whose tokens are drawn like those that run; returns their rows."""
         num_free = self._max_batch - len(self._running)
         # The oldest request decides: it does not wait for ever for those that are drawn otherwise.
-        drawn = _drawing((self._running or self._waiting)[0][1]) if self._waiting else ()
         is_closed = bool(self._running) and not self._decoder.takes_rows
-        if num_free <= 0 or is_closed or not self._waiting or _drawing(self._waiting[0][1]) != drawn:
+        if num_free <= 0 or is_closed or not self._waiting:
+            return []
+        drawn = self._waiting[0].drawing
+        if self._running and _drawing(self._running[0][1]) != drawn:
             return []
         # Neighbours in this order have equal prompts, which share a prefill, or little padding between them.
-        alike = [i for i, (_, sampling) in enumerate(self._waiting) if _drawing(sampling) == drawn]
-        chosen = sorted(alike, key=lambda i: _batching_key(self._waiting[i]))[:num_free]
-        new = [self._with_row(*self._waiting[i]) for i in chosen]
+        alike = [i for i, each in enumerate(self._waiting) if each.drawing == drawn]
+        chosen = sorted(alike, key=lambda i: self._waiting[i].batching_key)[:num_free]
+        new = [self._with_row(self._waiting[i]) for i in chosen]
         taken = set(chosen)
         self._waiting = [each for i, each in enumerate(self._waiting) if i not in taken]
         self._running += new
@@ -195,8 +205,9 @@ class HFEngine(RolloutEngine):
         else:
             generate(self.module, self._family.form, new, sampling, self._abort.is_set)
 
-    def _with_row(self, request: Request, sampling: Sampling) -> _Running:
+    def _with_row(self, waiting: _Waiting) -> _Running:
         """Returns a request with the row that continues its context."""
+        request, sampling = waiting.request, waiting.sampling
         limit = max(0, request.remaining_tokens(sampling))
         # A resumed sample draws the tokens that it would have drawn without the interruption: its numbers are the last
         # ones of the whole sample.
@@ -222,8 +233,7 @@ def _drawing(sampling: Sampling) -> tuple[object, ...]:
     return (sampling.temperature, *cuts, *reported, sampling.stop_token_ids, sampling.stop, sampling.excluded_token_ids)
 
 
-def _batching_key(waiting: tuple[Request, Sampling]) -> tuple[object, ...]:
-    request, sampling = waiting
+def _batching_key(request: Request, sampling: Sampling) -> tuple[object, ...]:
     keys = [image.key for image in request.context_images]
     return (request.remaining_tokens(sampling), len(request.context), request.context, keys)
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 STEPS_BEFORE_TRACE = 48  # recording takes as long as 50 to 100 steps save
 MODELS = Path(transformers.__file__).parent / "models"
@@ -31,22 +31,38 @@ def grouped_sdpa(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Computes the attention that `transformers` calls "sdpa", for a single token without copies of keys and values."""
-    rows, heads, tokens, width = query.shape
     has_mask_of_heads = attention_mask is not None and attention_mask.shape[1] != 1
-    if tokens > 1 or has_mask_of_heads or options.get("position_bias") is not None:
+    if query.shape[2] > 1 or has_mask_of_heads or options.get("position_bias") is not None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     # The queries that share a key head are a sequence of queries: each has the mask of the only token.
-    grouped = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
+    grouped = query.unflatten(1, (key.shape[1], -1)).squeeze(3)
     context = F.scaled_dot_product_attention(
         grouped, key, value, attn_mask=attention_mask, scale=options.get("scaling")
     )
-    return context.reshape(rows, 1, heads, -1), None
+    return context.flatten(1, 2).unsqueeze(1), None
 
 
-def grouped_sdpa_mask(*, q_length: int, allow_is_causal_skip: bool = True, **options: Any) -> Tensor | None:
+def grouped_sdpa_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Tensor | None:
     """Makes the mask of "sdpa", of a single token always: only values of the mask say whether it is needed."""
-    skip = allow_is_causal_skip and q_length > 1
-    mask: Tensor | None = sdpa_mask(q_length=q_length, allow_is_causal_skip=skip, **options)
+    is_single = q_length == 1
+    if is_single and mask_function is causal_mask_function and attention_mask is not None and kv_offset == 0:
+        mask: Tensor | None = attention_mask[:, None, None]  # a token attends to all before it that are no padding
+    else:
+        options |= {"q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
+        options |= {"mask_function": mask_function, "attention_mask": attention_mask}
+        mask = sdpa_mask(allow_is_causal_skip=allow_is_causal_skip and not is_single, **options)
+    if is_single and mask is not None:  # once, what attention makes of it in each layer
+        mask = torch.zeros((), dtype=dtype, device=mask.device).where(mask, -torch.inf)
     return mask
 
 
@@ -80,11 +96,11 @@ class ColumnLayer(DynamicLayer):
         if self.keys is None or self.values is None:
             self.keys, self.values, self.is_initialized = key_states, value_states, True
             return key_states, value_states
-        end = self.length + 1
         attended = []
         for states, new in ((self.keys, key_states), (self.values, value_states)):
-            states[:, :, self.length : end] = new
-            attended.append(states[:, :, :end] if self.window is None else states[:, :, :end][:, :, -self.window :])
+            states.narrow(2, self.length, 1).copy_(new)
+            used = states.narrow(2, 0, self.length + 1)
+            attended.append(used if self.window is None else used[:, :, -self.window :])
         return attended[0], attended[1]
 
     def get_seq_length(self) -> int:
