@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,8 +28,11 @@ from tests.reshard.moves import (
 from verl_mg.errors import UserError
 from verl_mg.layout import Layout, Placement
 from verl_mg.models.tensor_index import TensorInfo
-from verl_mg.reshard import execute, plan, schedule
+from verl_mg.reshard import encode, execute, plan, schedule
+from verl_mg.reshard import encoding as encoding_module
 from verl_mg.reshard.delta_transfer import SentValues, apply_patches, transfer_changes
+from verl_mg.reshard.encode import Encoder, encoded_maps
+from verl_mg.reshard.encoding import FP8, MXFP8, Encoding, Int4
 from verl_mg.sharding.boxes import Piece, Shard, full_box
 from verl_mg.sharding.shard_map import ExplicitShardMap
 from verl_mg.sharding.weight_table import weight_table
@@ -166,6 +170,42 @@ def test_transfer_changes_extra_memory_is_two_buckets_and_a_slab(ranks):
     for peak, nbytes, largest in ranks.run(RANKS, peak_of_changes, bucket):
         assert peak <= 2 * bucket + 3 * largest, "two buckets; factors, products and shifted products of a slab"
         assert nbytes > 4 * (2 * bucket + 3 * largest)
+
+
+def peak_of_quantized(encoding: Encoding, bucket_bytes: int, slab: int) -> tuple[int, int, int]:
+    """(Most extra bytes; bytes sent; bytes of the scales and of the magnitudes that they are computed from)."""
+    c = config("qwen3", hidden_size=128, intermediate_size=128, num_hidden_layers=4, head_dim=32)
+    plain, target = (shard_map_of(c, side) for side in ("megatron tp4-pp2", "engine tp2"))
+    maps, have = encoded_maps(weight_table(c), plain, target, encoding), hold(plain, checkpoint(c, torch.bfloat16))
+    own = schedule(plan(maps.source, maps.target, 2), dist.get_rank(), torch.bfloat16, bucket_bytes)
+    encoder, got = Encoder(maps.source, maps.target.tensors, own, torch.bfloat16), {}
+    for name, shard in maps.target.shards(dist.get_rank()).items():
+        wire = (
+            maps.target.tensors[shard.pieces[0].tensor].wire_dtype(torch.bfloat16) if shard.pieces else torch.bfloat16
+        )
+        got[name] = torch.zeros(shard.shape, dtype=wire)
+    with (
+        patch.object(encode, "SLAB_ELEMENTS", slab),
+        patch.object(encoding_module, "SLAB_ELEMENTS", slab),
+        Allocations() as allocations,
+    ):
+        sources = encoder.run(have, lambda _: None)
+        made = [v for name, v in sources.items() if name not in have and isinstance(v, torch.Tensor)]
+        traffic = execute(own, sources, got)
+    return allocations.peak, traffic.bytes_sent, sum((4 + v.itemsize) * v.numel() for v in made)
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [pytest.param(FP8(rows=8, columns=8), marks=pytest.mark.nightly), MXFP8(), Int4(columns=32)],
+    ids=lambda e: e.wire,
+)
+def test_execute_quantized_weights_extra_memory_is_two_buckets_and_a_slab(ranks, encoding):
+    bucket, slab = 4 * 1024, 2**11
+    for peak, nbytes, scales in ranks.run(RANKS, peak_of_quantized, encoding, bucket, slab):
+        most = 2 * bucket + 4 * 4 * slab  # four numbers in float32 for each of the slab's elements, at most
+        assert peak <= most + scales
+        assert nbytes > most + scales
 
 
 SHAPES = {"s": (), "m": (6, 4), "experts": (3, 4, 5)}

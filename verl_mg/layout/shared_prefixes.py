@@ -111,9 +111,9 @@ class SharingRows:
             other = self.shared[other][0]
         return other, count
 
-    def add(self, row: int) -> None:
-        """Adds a row to the micro-batch."""
-        other, count = self.shared_with(row)
+    def add(self, row: int, source: tuple[int, int] | None = None) -> None:
+        """Adds a row to the micro-batch; `source`: what `shared_with` has returned for it."""
+        other, count = source or self.shared_with(row)
         if count:
             self.shared[row] = other, count
         length = self.links.lengths[row]
@@ -140,27 +140,32 @@ def join_groups(
     # A unit ends at the budget. On several ranks it also ends at a part of a rank's share of the work, so that ranks
     # get equal work, unless the next group saves most of its work by joining.
 
-    def unit(rows: Sequence[int], present: SharingRows | None = None) -> Unit:
-        """Returns rows with the tokens and the work that they add to those present."""
-        sizes = [(links.lengths[row], present.shared_with(row)[1] if present else 0) for row in rows]
-        return Unit(list(rows), sum(math.ceil(tokens(*size)) for size in sizes), sum(cost(*size) for size in sizes))
+    def unit(rows: Sequence[int], shared: Sequence[int]) -> Unit:
+        """Returns rows with their tokens and work, of which others compute `shared` tokens each."""
+        num_tokens, work = 0, 0.0
+        for row, count in zip(rows, shared, strict=True):
+            num_tokens += math.ceil(tokens(links.lengths[row], count))
+            work += cost(links.lengths[row], count)
+        return Unit(list(rows), num_tokens, work)
 
-    everything = SharingRows.of(links, (row for group in groups for row in group))
-    shared = [(row, everything.shared.get(row, (row, 0))[1]) for group in groups for row in group]
-    work = sum(cost(links.lengths[row], count) for row, count in shared)
+    work = sum(cost(links.lengths[row], links.shared[row]) for group in groups for row in group)
     limit = work / ranks / UNITS_OF_RANK if ranks > 1 else math.inf
     units: list[Unit] = []
     packed, tree = SharingRows(links), -1
     for path, group in sorted((links.path(group[0]), group) for group in groups):
-        alone, joining = unit(group), unit(group, packed)
-        if path[0] == tree and _joins(units[-1], joining, alone, limit, budget):
-            last = units.pop()
-            units.append(Unit(last.rows + joining.rows, last.tokens + joining.tokens, last.cost + joining.cost))
-        else:
-            packed, tree = SharingRows(links), path[0]
-            units.append(alone)
-        for row in group:
-            packed.add(row)
+        alone = unit(group, [0] * len(group))
+        if path[0] == tree:
+            sources = [packed.shared_with(row) for row in group]
+            joining = unit(group, [count for _, count in sources])
+            if _joins(units[-1], joining, alone, limit, budget):
+                last = units.pop()
+                units.append(Unit(last.rows + joining.rows, last.tokens + joining.tokens, last.cost + joining.cost))
+                packed.add(group[0], sources[0])
+                for row in group[1:]:  # which may share more with rows of the group
+                    packed.add(row)
+                continue
+        packed, tree = SharingRows.of(links, group), path[0]
+        units.append(alone)
     return units
 
 

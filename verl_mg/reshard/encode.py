@@ -32,7 +32,7 @@ from verl_mg.dtypes import torch_dtype
 from verl_mg.errors import UserError
 from verl_mg.lazy_import import lazy_import
 from verl_mg.models.tensor_index import TensorInfo
-from verl_mg.reshard.encoding import Encoding, add_largest, check_packing, encode_box
+from verl_mg.reshard.encoding import SLAB_ELEMENTS, Encoding, add_largest, check_packing, encode_box
 from verl_mg.reshard.execute import Computed, Sources
 from verl_mg.reshard.schedule import Schedule
 from verl_mg.sharding.boxes import Box, Piece, Shard, box_shape, intersect, slices
@@ -354,7 +354,7 @@ class Encoder:
                 values = self._values(parameters, parameter, piece, piece.target)
                 add_largest(largest[name].view(grids[name]), values, piece.source, self._encoding.block(shape))
         self._exchange(magnitudes, group)
-        parts = self._encoding.scales(magnitudes, self._dtype).split(list(sizes.values()))
+        parts = self._scales(magnitudes).split(list(sizes.values()))
         scales = {name: part.view(grids[name]) for name, part in zip(sizes, parts, strict=True)}
         result: dict[str, Tensor | Computed] = {self._source.scales_of(name): scales[name] for name in self._read}
         encoded = {name + self._encoding.value_suffix: name for parts in self._pieces.values() for name, _ in parts}
@@ -365,6 +365,15 @@ class Encoder:
             elif name not in result:
                 result[name] = parameters[name]
         return result
+
+    def _scales(self, magnitudes: Tensor) -> Tensor:
+        """Returns the scales of blocks, slab by slab: blocks of few elements have many of them."""
+        encoding = self._encoding
+        dtype = torch_dtype(encoding.scale_dtype) if encoding.scale_dtype else self._dtype
+        scales = torch.empty_like(magnitudes, dtype=dtype)
+        for part, of_part in zip(magnitudes.split(SLAB_ELEMENTS), scales.split(SLAB_ELEMENTS), strict=True):
+            of_part.copy_(encoding.scales(part, self._dtype))
+        return scales
 
     def _write(
         self,
