@@ -92,8 +92,13 @@ def _is_judge(word: str, file: Path) -> bool:
 
 
 def banned_name(name: str, file: Path) -> bool:
+    return _is_banned(name, bool(JUDGE_FILES.search(file.name)))
+
+
+@functools.cache  # most names are in many places
+def _is_banned(name: str, is_about_judges: bool) -> bool:
     words = [word.lower() for word in re.findall(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+", name)]
-    if "llm" in words or JUDGE_FILES.search(file.name):
+    if "llm" in words or is_about_judges:
         words = [word for word in words if not word.startswith("judge")]
     if "floor" in words and "div" in " ".join(words):
         words.remove("floor")

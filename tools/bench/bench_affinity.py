@@ -105,7 +105,7 @@ def measure(pool: ServerPool, urls: Sequence[str], model: Path, chosen: argparse
     assert len(receivers) == len(urls)
     for client in receivers.values():
         client.load_folder(model, version=0)
-    pool.confirm(receivers)
+    pool.confirm(receivers, 0)
     started = time.perf_counter()
     _generate(pool, chosen, seed)
     seconds = time.perf_counter() - started

@@ -98,7 +98,7 @@ def _engine(folder: Path, chosen: argparse.Namespace) -> Iterator[tuple[Path, Ro
         def empty_cache() -> None:
             for client in pool.receivers().values():
                 client.load_folder(model, version=0)
-            pool.confirm(pool.receivers())
+            pool.confirm(pool.receivers(), 0)
 
         yield model, pool, empty_cache
         pool.close()

@@ -78,9 +78,7 @@ def _gather_by_all_to_all(batch: Batch, index: RowIndex, wanted: Sequence[Sequen
     rank, names = dist.get_rank(), list(index.schema)
     chosen = [batch.select([index.local_row[row] for row in rows if index.owner_rank[row] == rank]) for rows in wanted]
     outgoing = [torch.cat([part[name].contiguous().view(torch.uint8).reshape(-1) for name in names]) for part in chosen]
-    incoming = [[row for row in wanted[rank] if index.owner_rank[row] == owner] for owner in range(RANKS)]
-    sizes = [sum(row_bytes(index, rows, whole_columns(index.schema))) for rows in incoming]
-    return [part.clone() for part in all_to_all_bytes(outgoing, sizes)]
+    return all_to_all_bytes(outgoing)
 
 
 if __name__ == "__main__":

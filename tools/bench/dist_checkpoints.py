@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from torch import Tensor
 
 from verl_mg.job.job import RunningJob
+from verl_mg.megatron.model_runner import MegatronRunner
 from verl_mg.megatron.trainer import optimizer_calls
 from verl_mg.roles.models import TrainableRole
 
@@ -33,16 +34,19 @@ class DistCheckpoints:
             "distrib_optim_fully_reshardable_mem_efficient": memory_efficient,
             "chained_optim_avoid_prefix": True,
         }
-        among = role.runner.groups.collection.dp_cp
+        among = _megatron(role).groups.collection.dp_cp
         self._strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), among)
 
     def begin(self, job: RunningJob, folder: Path) -> None:
         if dist.get_rank() == 0:
             folder.mkdir()
         dist.barrier()
-        with job.actor.runner.groups.active(), optimizer_calls():
+        with _megatron(job.actor).groups.active(), optimizer_calls():
             state = self._state(job.actor, loading=False)
-            request = dist_checkpointing.save(state, str(folder), self._strategy, async_sharded_save=self._asynchronous)
+            # "nvrx" needs a package for GPUs.
+            request = dist_checkpointing.save(
+                state, str(folder), self._strategy, async_sharded_save=self._asynchronous, async_strategy="mcore"
+            )
         if request is not None:
             self._queue.schedule_async_request(request)
 
@@ -50,7 +54,7 @@ class DistCheckpoints:
         self._queue.maybe_finalize_async_calls(blocking=True)
 
     def load(self, job: RunningJob, folder: Path) -> None:
-        runner, optimizer = job.actor.runner, job.actor.trainer.optimizer
+        runner, optimizer = _megatron(job.actor), job.actor.trainer.optimizer
         strategy = FullyParallelLoadStrategyWrapper(
             get_default_load_sharded_strategy(str(folder)), runner.groups.collection.dp_cp
         )
@@ -61,10 +65,16 @@ class DistCheckpoints:
             optimizer.load_state_dict(state["optimizer"])
 
     def _state(self, role: TrainableRole, loading: bool) -> dict[str, Any]:
-        metadata = self._metadata | {"dp_cp_group": role.runner.groups.collection.dp_cp}
-        model = role.runner.chunks[0].sharded_state_dict(metadata=metadata)
+        runner = _megatron(role)
+        metadata = self._metadata | {"dp_cp_group": runner.groups.collection.dp_cp}
+        model = runner.chunks[0].sharded_state_dict(metadata=metadata)
         optimizer = role.trainer.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)
         return {"model": model, "optimizer": optimizer}
+
+
+def _megatron(role: TrainableRole) -> MegatronRunner:
+    assert isinstance(role.runner, MegatronRunner)
+    return role.runner
 
 
 def adapt(optimizer: Any) -> None:

@@ -15,6 +15,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -171,9 +172,11 @@ def of_each_expert(parameters: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[s
         if not stacked:
             yield name, parameter
             continue
-        for number, weight in enumerate(parameter.detach()):
-            weight.tensor_model_parallel, weight.allreduce = parameter.tensor_model_parallel, False
-            weight.partition_dim, weight.partition_stride = parameter.partition_dim - 1, parameter.partition_stride
+        marks: Any = parameter
+        for number, each in enumerate(parameter.detach()):
+            weight: Any = each
+            weight.tensor_model_parallel, weight.allreduce = marks.tensor_model_parallel, False
+            weight.partition_dim, weight.partition_stride = marks.partition_dim - 1, marks.partition_stride
             yield f"{stack}.mlp.experts.local_experts.{number}.{leaf}", weight
 
 

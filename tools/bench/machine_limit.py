@@ -113,10 +113,10 @@ def attention(lengths: Tensor, heads: int, kv_heads: int, width: int) -> dict[st
 def _attention(lengths: Tensor, heads: int, kv_heads: int, width: int) -> Callable[[], None]:
     sequences, total = Sequences(), int(lengths.sum())
     sequences.lengths = sequences.key_lengths = lengths
-    inputs = [torch.randn(total, count, width, requires_grad=True) for count in (heads, kv_heads, kv_heads)]
+    query, key, value = (torch.randn(total, n, width, requires_grad=True) for n in (heads, kv_heads, kv_heads))
     gradient = torch.randn(total, heads, width)
 
     def compute() -> None:
-        torch.autograd.grad(attend(*inputs, sequences, Scores()), inputs, gradient)
+        torch.autograd.grad(attend(query, key, value, sequences, Scores()), (query, key, value), gradient)
 
     return compute

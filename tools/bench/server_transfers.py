@@ -23,6 +23,7 @@ from verl_mg.job.job import RunningJob
 from verl_mg.job.recipe import load_recipe
 from verl_mg.layout import EngineLayout
 from verl_mg.models.tiny_model import make_tiny_model
+from verl_mg.rollout.rollout import Rollout
 from verl_mg.weight_sync.shards import ProcessGroupSync
 
 RANKS, ACTOR, SERVERS = 8, "tp4-pp2", 2
@@ -85,7 +86,8 @@ def _rank(rank: int, folder: Path, urls: Sequence[str], port: int, repeats: int,
     config = load_config(None, overrides, recipe.config)
     job = RunningJob(config, recipe.roles(config.algorithm), store)
     job.start()
-    group = job.rollout._engines
+    assert isinstance(job.rollout, Rollout)
+    group: Any = job.rollout._engines
     table = job.actor.runner.table
     ways = {"shards": ProcessGroupSync(table), "broadcast": ProcessGroupSync(table, broadcast_to_all=True)}
     measured: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
