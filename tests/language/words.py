@@ -1,6 +1,7 @@
 """Rule `word`: words of no technical meaning here, in names, docstrings, comments, messages and documents."""
 
 import ast
+import functools
 import io
 import re
 import tokenize
