@@ -15,7 +15,7 @@ from tests.reshard.moves import hold, shard_map_of
 from verl_mg.dtypes import torch_dtype
 from verl_mg.models.hf_config import HFConfig
 from verl_mg.reshard import execute, plan, schedule
-from verl_mg.reshard.encode import Encoder, encoded_maps, quantized_tensors
+from verl_mg.reshard.encode import EncodedTarget, Encoder, encoded_maps, quantized_tensors
 from verl_mg.reshard.encoding import FP8, MXFP8, Encoding, Int4, add_largest, encode_box
 from verl_mg.sharding.boxes import Box, Piece, Shard, box_shape, full_box
 from verl_mg.sharding.weight_table import weight_table
@@ -146,10 +146,7 @@ def move(case: int, encoding: Encoding, dtype: torch.dtype, node: int = 8) -> di
     parts = schedule(moved, rank, dtype, 4000)
     encoder = Encoder(source, target.tensors, parts, dtype)
     encoded = encoder.run(hold(plain, checkpoint(c, dtype)), lambda _: None)
-    got = {}
-    for name, shard in target.shards(rank).items():
-        wire = target.tensors[shard.pieces[0].tensor].wire_dtype(dtype) if shard.pieces else dtype
-        got[name] = torch.zeros(shard.shape, dtype=wire)
+    got = room_for_encoded(target, dtype)
     traffic = execute(parts, encoded, got)
     return {
         "parameters": got,
@@ -157,6 +154,16 @@ def move(case: int, encoding: Encoding, dtype: torch.dtype, node: int = 8) -> di
         "lower_bound": moved.lower_bound(rank, dtype.itemsize),
         "on_paper": moved.traffic(dtype.itemsize)[rank].received,
         "exchanged": encoder.bytes_exchanged,
+    }
+
+
+def room_for_encoded(target: EncodedTarget, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Zeros for this rank's parameters of a quantized engine."""
+    return {
+        name: torch.zeros(
+            shard.shape, dtype=target.tensors[shard.pieces[0].tensor].wire_dtype(dtype) if shard.pieces else dtype
+        )
+        for name, shard in target.shards(dist.get_rank()).items()
     }
 
 

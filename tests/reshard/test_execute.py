@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.helpers.random_models import assemble, checkpoint, config
 from tests.helpers.tiny_models import daily_of
+from tests.reshard.encoded_moves import room_for_encoded
 from tests.reshard.moves import (
     CASES,
     DENSE,
@@ -178,12 +179,8 @@ def peak_of_quantized(encoding: Encoding, bucket_bytes: int, slab: int) -> tuple
     plain, target = (shard_map_of(c, side) for side in ("megatron tp4-pp2", "engine tp2"))
     maps, have = encoded_maps(weight_table(c), plain, target, encoding), hold(plain, checkpoint(c, torch.bfloat16))
     own = schedule(plan(maps.source, maps.target, 2), dist.get_rank(), torch.bfloat16, bucket_bytes)
-    encoder, got = Encoder(maps.source, maps.target.tensors, own, torch.bfloat16), {}
-    for name, shard in maps.target.shards(dist.get_rank()).items():
-        wire = (
-            maps.target.tensors[shard.pieces[0].tensor].wire_dtype(torch.bfloat16) if shard.pieces else torch.bfloat16
-        )
-        got[name] = torch.zeros(shard.shape, dtype=wire)
+    encoder = Encoder(maps.source, maps.target.tensors, own, torch.bfloat16)
+    got = room_for_encoded(maps.target, torch.bfloat16)
     with (
         patch.object(encode, "SLAB_ELEMENTS", slab),
         patch.object(encoding_module, "SLAB_ELEMENTS", slab),

@@ -179,10 +179,10 @@ class HFEngine(RolloutEngine):
     def _begin(self) -> list[Row]:
         """Moves waiting requests to the free slots, whose tokens are drawn like those that run; returns their rows."""
         num_free = self._max_batch - len(self._running)
-        # The oldest request decides: it does not wait for ever for those that are drawn otherwise.
         is_closed = bool(self._running) and not self._decoder.takes_rows
         if num_free <= 0 or is_closed or not self._waiting:
             return []
+        # The oldest request decides: it does not wait for ever for those that are drawn otherwise.
         drawn = self._waiting[0].drawing
         if self._running and _drawing(self._running[0][1]) != drawn:
             return []

@@ -54,8 +54,8 @@ def grouped_sdpa_mask(
     **options: Any,
 ) -> Tensor | None:
     """Makes the mask of "sdpa", of a single token always: only values of the mask say whether it is needed."""
-    is_single = q_length == 1
-    if is_single and mask_function is causal_mask_function and attention_mask is not None and kv_offset == 0:
+    is_single, is_causal = q_length == 1, mask_function is causal_mask_function and kv_offset == 0
+    if is_single and is_causal and attention_mask is not None and attention_mask.shape[1:] == (kv_length,):
         mask: Tensor | None = attention_mask[:, None, None]  # a token attends to all before it that are no padding
     else:
         options |= {"q_length": q_length, "kv_length": kv_length, "kv_offset": kv_offset}
